@@ -1,0 +1,1 @@
+"""smpar: model-parallel training of any ``nn.Module``."""

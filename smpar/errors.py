@@ -1,0 +1,20 @@
+"""Every mistake a user can make has a class here: the rule, the values at hand, what to change."""
+
+from __future__ import annotations
+
+
+class SmparError(RuntimeError):
+    """Base of all errors that smpar raises on purpose.
+
+    Args:
+        rule: what must hold.
+        values: what was found instead, with the numbers or names at hand.
+        fix: what to change; ends in code to paste where that is possible.
+    """
+
+    def __init__(self, rule: str, values: str, fix: str) -> None:
+        super().__init__(f"{rule}\n  found: {values}\n  to fix: {fix}")
+        self.rule, self.values, self.fix = rule, values, fix
+
+    def __reduce__(self) -> tuple[type[SmparError], tuple[str, str, str]]:
+        return type(self), (self.rule, self.values, self.fix)
