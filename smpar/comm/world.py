@@ -244,7 +244,7 @@ def _rank_and_size(given: bool) -> tuple[int, int]:
     return 0, 1
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1)
 def _rendezvous(address: str, port: int, rank: int, size: int) -> Store:
     """The job's store. It lives as long as the process: a server stopped and started again would lose its clients."""
     launcher_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
