@@ -18,3 +18,15 @@ class SmparError(RuntimeError):
 
     def __reduce__(self) -> tuple[type[SmparError], tuple[str, str, str]]:
         return type(self), (self.rule, self.values, self.fix)
+
+
+class ProgramError(SmparError):
+    """A pipeline program contradicts itself: a flow names a segment that is not there, or runs against program order."""
+
+
+class ScheduleError(SmparError):
+    """A schedule cannot run its program: an action is missing, doubled, misplaced, or waits for ever."""
+
+
+class ScheduleNameError(SmparError):
+    """No schedule has the name that was asked for."""
