@@ -18,3 +18,15 @@ class SmparError(RuntimeError):
 
     def __reduce__(self) -> tuple[type[SmparError], tuple[str, str, str]]:
         return type(self), (self.rule, self.values, self.fix)
+
+
+class PlanError(SmparError):
+    """No plan keeps the limits given, or the numbers given to the planner mean nothing."""
+
+
+class TooFewUnits(PlanError):
+    """More pipeline stages are asked for than there are units to put on them."""
+
+
+class NativeMissing(SmparError):
+    """The planner's compiled core is not there."""
