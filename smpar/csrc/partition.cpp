@@ -224,7 +224,7 @@ class Frontiers {
             for (int begin = window_.first[k]; begin <= n - k; ++begin) {
                 const double before = prefix[goal.stages - k][begin];
                 if (objective(before + suffix[k][begin], range.low) <= loosen(range.bound))
-                    fill(k, begin, before);
+                    extend(k, begin, before);
             }
         }
     }
@@ -234,26 +234,42 @@ class Frontiers {
     double objective(double sum, double max) const { return sum + weight_ * max; }
 
   private:
-    void fill(int stages, int begin, double prefix_sum) {
+    // Merges, for each end of the first stage, what follows it into the frontier so far.
+    void extend(int stages, int begin, double prefix_sum) {
         const double limit = loosen(range_.bound) - prefix_sum;
         const double *cost = band_.cost(begin), *total = band_.total(begin);
-        candidates_.clear();
+        std::vector<Point> best;
         for (int e = begin + 1; e <= window_.end[begin]; ++e) {
-            if (cost[e] > range_.high) continue;
-            for (const Point& p : of_[stages - 1][e]) {
-                const Point q{total[e] + p.sum, std::max(cost[e], p.max)};
-                if (objective(q.sum, q.max) <= limit) candidates_.push_back(q);
+            const std::vector<Point>& rest = of_[stages - 1][e];
+            if (cost[e] > range_.high || rest.empty()) continue;
+            added_.clear();
+            for (std::size_t i = 0; i < rest.size(); ++i) {
+                // The first stage is the slowest up to there: of those only the last, with the least sum,
+                // counts.
+                if (i + 1 < rest.size() && rest[i + 1].max <= cost[e]) continue;
+                const Point p{total[e] + rest[i].sum, std::max(cost[e], rest[i].max)};
+                if (objective(p.sum, p.max) <= limit) added_.push_back(p);
             }
+            if (!added_.empty()) merge(best);
         }
-        std::sort(candidates_.begin(), candidates_.end(), [](const Point& a, const Point& b) {
-            return a.max < b.max || (a.max == b.max && a.sum < b.sum);
-        });
+        of_[stages][begin] = std::move(best);
+    }
+
+    // Both lists grow in max and fall in sum, and so does the result.
+    void merge(std::vector<Point>& best) {
+        merged_.clear();
+        auto a = best.cbegin(), b = added_.cbegin();
         double least = kInf;
-        for (const Point& p : candidates_) {
+        while (a != best.cend() || b != added_.cend()) {
+            const bool from_a =
+                b == added_.cend() ||
+                (a != best.cend() && (a->max < b->max || (a->max == b->max && a->sum <= b->sum)));
+            const Point& p = from_a ? *a++ : *b++;
             if (p.sum >= least) continue;
             least = p.sum;
-            of_[stages][begin].push_back(p);
+            merged_.push_back(p);
         }
+        std::swap(best, merged_);
     }
 
     const Band& band_;
@@ -261,7 +277,7 @@ class Frontiers {
     const Window window_;
     const double weight_;
     std::vector<std::vector<std::vector<Point>>> of_;
-    std::vector<Point> candidates_;
+    std::vector<Point> added_, merged_;
 };
 
 // The lexicographically smallest cuts that reach the best objective, found by trying the first end of each

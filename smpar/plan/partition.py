@@ -108,7 +108,7 @@ def least_memory(units: Sequence[UnitCost], stages: int) -> float:
 
 
 def fullest(units: Sequence[UnitCost], stages: int, limit: float) -> float:
-    """Bytes of the fullest stage when stages are filled one after the other up to ``limit``; the last takes the rest."""
+    """Bytes of the fullest stage when stages are filled in turn up to ``limit`` and the last takes the rest."""
     full = [0.0]
     for unit in units:
         if full[-1] + unit.memory > limit and len(full) < stages:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 
 from smpar.plan.chain import Edge, Goal, Partition, Tie, UnitCost, check, fold, total_memory, total_time
 from smpar.plan.partition import too_large
@@ -40,7 +41,9 @@ class Chain:
 
     def tie_cost(self, a: int, b: int) -> float:
         """Charge for parameters whose first holder is an earlier stage: hence a function of the interval alone."""
-        paid = fold(t.seconds for i in range(a, b) for t in self.ties if min(t.units, default=a) < a and _first(t, a) == i)
+        paid = fold(
+            t.seconds for i in range(a, b) for t in self.ties if min(t.units, default=a) < a and _first(t, a) == i
+        )
         return (1.0 - self.goal.memory_weight) * paid / self._time if self._time > 0.0 else 0.0
 
     def fits(self, a: int, b: int) -> bool:
@@ -106,7 +109,7 @@ def partition_reference(
 
     def value(head: Sequence[int], rest: float, peak: float) -> float:
         """Objective of cuts that begin with ``head`` and end with a frontier's point at its last entry."""
-        for a, b in reversed(list(zip(head, head[1:], strict=False))):
+        for a, b in reversed(list(pairwise(head))):
             c, total, _ = cost(a, b)
             rest, peak = total + rest, max(c, peak)
         return rest + (microbatches - 1.0) * peak

@@ -68,7 +68,8 @@ def true_objective(p: Problem, cuts: tuple[int, ...]) -> Fraction | None:
     if p.memory_limit is not None and max(memory) > Fraction(p.memory_limit):
         return None
     tied = sum(
-        (Fraction(tie.seconds) * (len({stage_of[u] for u in tie.units}) - 1) for tie in p.ties if tie.units), Fraction(0)
+        (Fraction(tie.seconds) * (len({stage_of[u] for u in tie.units}) - 1) for tie in p.ties if tie.units),
+        Fraction(0),
     )
     w = Fraction(p.memory_weight)
     by_time = (1 - w) / whole_time if whole_time else Fraction(0)
