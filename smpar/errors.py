@@ -30,3 +30,15 @@ class ScheduleError(SmparError):
 
 class ScheduleNameError(SmparError):
     """No schedule has the name that was asked for."""
+
+
+class PlanError(SmparError):
+    """No plan keeps the limits given, or the numbers given to the planner mean nothing."""
+
+
+class TooFewUnits(PlanError):
+    """More pipeline stages are asked for than there are units to put on them."""
+
+
+class NativeMissing(SmparError):
+    """The planner's compiled core is not there."""
