@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class SmparError(RuntimeError):
     """Base of all errors that smpar raises on purpose.
@@ -42,3 +44,40 @@ class TooFewUnits(PlanError):
 
 class NativeMissing(SmparError):
     """The planner's compiled core is not there."""
+
+
+    def __reduce__(self) -> tuple[type[SmparError], tuple[str, str, str], dict[str, Any]]:
+        return type(self), (self.rule, self.values, self.fix), self.__dict__.copy()
+
+
+class ConfigError(SmparError):
+    """A key of ``smpar.init``'s configuration is unknown, of a wrong type, or out of range."""
+
+
+class NotBuiltYet(ConfigError):
+    """A key asks for something that this version does not do; refused rather than ignored."""
+
+
+class MeshError(SmparError):
+    """The world's size and the parallel degrees do not fit together, or a rank is outside the world."""
+
+
+class NotInitialized(SmparError):
+    """Something needs ``smpar.init`` to have run."""
+
+
+class CommError(SmparError):
+    """A transfer could not be done: a connection broke, or a message's address makes no sense."""
+
+
+class PeerFailed(SmparError):
+    """Another rank failed, so this one stops too.
+
+    Attributes:
+        rank: global rank of the first rank that failed; -1 if it could not be told.
+        trace: that rank's traceback; empty if it died without leaving one.
+    """
+
+    def __init__(self, rule: str, values: str, fix: str, rank: int = -1, trace: str = "") -> None:
+        super().__init__(rule, values, fix)
+        self.rank, self.trace = rank, trace
