@@ -84,6 +84,7 @@ def _work(conn: Connection, stacks: str, single: bool) -> None:
     import torch
 
     torch.set_num_threads(1)
+    gc.freeze()  # a collection walks what this process made, not the million objects that the server imported
     with open(stacks, "w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
         while True:
