@@ -100,7 +100,7 @@ def _work(conn: Connection, stacks: str, single: bool) -> None:
                 return
             try:
                 _shutdown()
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - any error is the call's outcome
                 if outcome.kind == "result":
                     outcome = _error(error, "in shutdown, after the function had returned\n")
             conn.send_bytes(pickle.dumps(outcome))
@@ -119,7 +119,7 @@ def _call(job: _Job) -> Outcome:
         value = fn(*args)
         pickle.dumps(value)  # a result that cannot travel is this call's error
         outcome = Outcome("result", value)
-    except (Exception, SystemExit, KeyboardInterrupt) as error:
+    except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001
         outcome = _error(error)
     return replace(outcome, seconds=time.perf_counter() - start)
 

@@ -16,7 +16,13 @@ from tests.harness import Pool, RanksFailed
 
 def identify() -> tuple[int, int, int, int, int]:
     e = os.environ
-    return os.getpid(), int(e["RANK"]), int(e["WORLD_SIZE"]), torch.get_num_threads(), len(os.listdir("/proc/self/task"))
+    return (
+        os.getpid(),
+        int(e["RANK"]),
+        int(e["WORLD_SIZE"]),
+        torch.get_num_threads(),
+        len(os.listdir("/proc/self/task")),
+    )
 
 
 def summed(values: torch.Tensor) -> torch.Tensor:
