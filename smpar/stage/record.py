@@ -1,8 +1,8 @@
 """From the events of one microbatch to its program: segments, flows, and where gradients go.
 
 Each event (a unit's call or an operation in glue) runs on one stage. Walking through them in program
-order, a stage's events join its current segment as long as none of them has to wait for something
-that itself waits for that segment; then a new segment begins:
+order, a stage's events join its current segment as long as what they need comes from segments that
+began before it; else a new segment begins:
 
     events      a@0   b@1(a)   c@1(b)   d@0(c)   e@1(d, b)
     segments     0      1        1        2        3
@@ -66,7 +66,6 @@ class Recorder:
         self.segment_stage: list[int] = []
         self.producer: dict[int, int] = {}
         self._current: dict[int, int] = {}
-        self._before: list[set[int]] = []
         self._flow_of: dict[tuple[int, int], int] = {}
         self._sent: set[tuple[int, int]] = set()
         self.seconds: list[float] = []
@@ -86,7 +85,7 @@ class Recorder:
         for ident in remote:
             if (ident, stage) not in self._sent:
                 source = self._current[self.segment_stage[self.producer[ident]]]
-                if self._precedes(segment, source):
+                if source > segment:  # it began after this segment, and may wait for it
                     segment = self._open(stage)
                     break
         added = []
@@ -101,27 +100,14 @@ class Recorder:
             self._flow_of[ident, segment] = len(self.flows)
             added.append(len(self.flows))
             self.flows.append(_Draft(ident, source, producer, segment, first))
-            self._before[segment].add(source)
         return segment, tuple(added)
 
     def _open(self, stage: int) -> int:
         segment = len(self.segment_stage)
         self.segment_stage.append(stage)
         self.seconds.append(0.0)
-        self._before.append({self._current[stage]} if stage in self._current else set())
         self._current[stage] = segment
         return segment
-
-    def _precedes(self, first: int, second: int) -> bool:
-        todo, seen = [second], {second}
-        while todo:
-            segment = todo.pop()
-            if segment == first:
-                return True
-            new = self._before[segment] - seen
-            seen |= new
-            todo += new
-        return False
 
     def flow_index(self, ident: int, segment: int) -> int:
         return self._flow_of[ident, segment]
