@@ -1,10 +1,11 @@
 """Will it run? Every mistake of a schedule is found here, before a rank waits for ever.
 
-rule: an action waits for a message that no one will send before it
-  found: 0B0 on rank 0, position 1 waits for 1B0 on rank 1 ...
+no action waits for one that waits for it
+  found: 0B0 on rank 0, position 1 waits for 1B0 on rank 1; 1F1 on rank 1, position 0 waits for 0F1 on rank 0
     schedule demo
-    rank 0 | 0F0 >0B0<
-    rank 1 | >1B0< 1F0
+    rank 0 | 0F0   >0B0< 0F1 0B1
+    rank 1 | >1F1< 1F0   1B0 1B1
+  to fix: move one of the marked actions behind what the others wait for
 """
 
 from __future__ import annotations
@@ -38,6 +39,13 @@ def check(schedule: Schedule, programs: Sequence[Program], active: int | None = 
     """
     if not programs:
         raise ScheduleError("there is one program per microbatch", "no program", "pass [program] * microbatches")
+    for microbatch, program in enumerate(programs):
+        if (program.segments, program.ranks) != (programs[0].segments, programs[0].ranks):
+            raise ScheduleError(
+                "all microbatches of a step have the same segments",
+                f"microbatch {microbatch}: {program.segments}, microbatch 0: {programs[0].segments}",
+                "make a schedule for each kind of microbatch, and run them one after the other",
+            )
     _check_once(schedule, programs)
     _check_order(schedule, programs)
     if active is not None:

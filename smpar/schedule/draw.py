@@ -3,8 +3,9 @@
 ::
 
     1f1b: 2 ranks, 3 microbatches, time 12, bubble 25 %
-    rank 0 |012···₀₀₁₁₂₂|
-    ...
+    rank 0 |01··₀₀2₁₁·₂₂|
+    rank 1 |·0₀₀1₁₁2₂₂··|
+    0-9 forward, ₀-₉ backward of that microbatch (its last digit), · idle; one column = 1
 """
 
 from __future__ import annotations

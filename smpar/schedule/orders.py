@@ -41,8 +41,10 @@ def one_f_one_b(program: Program, microbatches: int, active: int | None = None) 
 
     ::
 
-        rank 0 |0123·····₀₀·₁₁·₂₂·₃₃|
-        ...
+        rank 0 |0123······₀₀·₁₁·₂₂·₃₃|
+        rank 1 |·012····₀₀3₁₁·₂₂·₃₃··|
+        rank 2 |··01··₀₀2₁₁3₂₂·₃₃····|
+        rank 3 |···0₀₀1₁₁2₂₂3₃₃······|
 
     Args:
         program: a chain.
@@ -66,12 +68,12 @@ def one_f_one_b(program: Program, microbatches: int, active: int | None = None) 
 def list_schedule(
     program: Program, microbatches: int, active: int | None = None, transfer_seconds: Transfer = 0.0
 ) -> Schedule:
-    """Any program: each rank takes, as soon as it is free, a backward if one is ready, else a forward.
+    """Any program: a rank that is free starts a ready action, in an order chosen by the segments' times.
 
-    Module re-use, encoder-decoders, skips and several segments per stage all fit. Which ready forward goes first is
-    tried by several rules (see `smpar.schedule.greedy.RULES`); the fastest by the segments' times is kept, the earlier
-    rule on a tie. Every rank starts microbatches in order, so the oldest unfinished one can always go on: no cap
-    deadlocks.
+    Module re-use, encoder-decoders, skips and several segments per stage all fit. Several ways to choose are tried
+    (see `smpar.schedule.greedy.POLICIES`): backward first, unless another is faster by more than 1 %. On module
+    loops it finds the interleaved schedule of Megatron-LM (arXiv 2104.04473). Every rank begins microbatches in
+    order, so the oldest unfinished one can always go on: no cap deadlocks.
 
     Args:
         program: any program.
@@ -111,7 +113,7 @@ def make_schedule(name: str, program: Program, microbatches: int, active: int | 
     =================== ============= =================
 
     Args:
-        name: from the table (`simple` and `interleaved` are SMP's names, arXiv 2111.05972 section 4).
+        name: from the table (`simple` and `interleaved` are SMP's names, arXiv 2111.05972).
         program: what one microbatch does.
         microbatches: how many, at least 1.
         active: cap on the microbatches in flight on a rank, for 1f1b and list; None: stages + 2.

@@ -44,7 +44,8 @@ class Flow:
 
     Attributes:
         tensor: the tensor's number.
-        source: the segment after which it is sent: its stage's segment at the time of use.
+        source: the segment after which it is sent: its stage's segment at the time of use. Without meaning where
+            nothing is sent (a local cut, or ``forward=False``).
         producer: the segment that made it, on the source's stage, not after the source.
         target: the segment that uses it.
         nbytes: its size in bytes.
@@ -203,8 +204,12 @@ def _validate(program: Program) -> None:
         require(0 <= segment.stage < stages, "a segment's stage exists", f"{segment}, {stages=}")
         require(segment.forward >= 0 and segment.backward >= 0, "times are not negative", f"{segment}")
     for flow in program.flows:
-        inside = 0 <= flow.producer <= flow.source <= flow.target < len(segments)
-        require(inside, "a flow goes producer <= source <= target", f"{flow}, {len(segments)} segments")
+        inside = 0 <= flow.producer <= flow.source < len(segments) and flow.producer <= flow.target < len(segments)
+        require(
+            inside, "a flow goes from its producer to an existing later segment", f"{flow}, {len(segments)} segments"
+        )
         home, target = segments[flow.source].stage, segments[flow.target].stage
         require(segments[flow.producer].stage == home, "a flow leaves from its producer's stage", f"{flow}")
-        require(flow.source < flow.target or home == target, "a flow ends after its source", f"{flow}")
+        # Where nothing is sent, the source is only where the stage happened to be at the time of use.
+        late = flow.forward and program.rank_of(home) != program.rank_of(target) and flow.source >= flow.target
+        require(not late, "a value is sent before its target starts", f"{flow}")
