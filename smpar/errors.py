@@ -22,6 +22,30 @@ class SmparError(RuntimeError):
         return type(self), (self.rule, self.values, self.fix), self.__dict__.copy()
 
 
+class ProgramError(SmparError):
+    """A pipeline program contradicts itself: a flow names a segment that is not there, or runs against program order."""
+
+
+class ScheduleError(SmparError):
+    """A schedule cannot run its program: an action is missing, doubled, misplaced, or waits for ever."""
+
+
+class ScheduleNameError(SmparError):
+    """No schedule has the name that was asked for."""
+
+
+class PlanError(SmparError):
+    """No plan keeps the limits given, or the numbers given to the planner mean nothing."""
+
+
+class TooFewUnits(PlanError):
+    """More pipeline stages are asked for than there are units to put on them."""
+
+
+class NativeMissing(SmparError):
+    """The planner's compiled core is not there."""
+
+
 class ConfigError(SmparError):
     """A key of ``smpar.init``'s configuration is unknown, of a wrong type, or out of range."""
 
@@ -53,3 +77,124 @@ class PeerFailed(SmparError):
     def __init__(self, rule: str, values: str, fix: str, rank: int = -1, trace: str = "") -> None:
         super().__init__(rule, values, fix)
         self.rank, self.trace = rank, trace
+
+
+class StepError(SmparError):
+    """Something in a step goes against its rules; the rule and the fix belong to the class."""
+
+    RULE = "a step keeps to its rules"
+    FIX = "see the documentation of smpar.step"
+
+    def __init__(self, *values: object) -> None:
+        super().__init__(self.RULE, "; ".join(str(v) for v in values), self.FIX)
+
+    def __reduce__(self) -> tuple[type[SmparError], tuple[str], dict[str, Any]]:  # type: ignore[override]
+        return type(self), (self.values,), self.__dict__.copy()
+
+
+class BypassedGlue(StepError):
+    """An operation outside of any unit took a stage tensor past smpar's sight."""
+
+    RULE = "outside of modules, stage tensors may only be used by functions and methods of torch"
+    FIX = "put the call (a scripted function, or a C++ extension) into the forward of an nn.Module of its own"
+
+
+class OutsideStep(StepError):
+    """A stage tensor is used where no step is running in glue."""
+
+    RULE = "a stage tensor lives in the step that made it, and reaches a module only through its arguments"
+    FIX = "return the tensor from the step, or pass it to the module as an argument (in a tuple, dict or dataclass)"
+
+
+class NotInGlue(StepError):
+    """A function that stage tensors do not support outside of modules."""
+
+    RULE = "outside of modules this cannot be done with a stage tensor"
+    FIX = "follow the advice above, or move the code into the forward of an nn.Module of its own"
+
+
+class WriteIntoReplicated(StepError):
+    """A stage tensor was written into a plain tensor, a parameter, or a view across stages."""
+
+    RULE = "outside of modules, a plain tensor or a parameter cannot be written with a stage tensor's data"
+    FIX = "make the target from a stage tensor (h.new_zeros(...), torch.zeros_like(h)), or use an nn.Module of its own"
+
+
+class NotThroughModel(StepError):
+    """``model.backward`` of a tensor that does not depend on the model's parameters."""
+
+    RULE = "model.backward(loss) needs a loss computed from the model's outputs that requires gradients"
+    FIX = "check for .detach(), torch.no_grad() and frozen parameters between the model and the loss"
+
+
+class WrongBackward(StepError):
+    """Backward of a tensor with several elements, without their gradients."""
+
+    RULE = "model.backward(tensor) without grad_tensors needs a tensor of one element"
+    FIX = "model.backward(tensor.mean()), or model.backward(tensor, grad_tensors=g)"
+
+
+class OutsideOfStep(StepError):
+    """The model or its backward is called outside of a step."""
+
+    RULE = "model(...) and model.backward(loss) are called inside a function decorated with @smpar.step"
+    FIX = "@smpar.step\n  def train_step(model, x, y): ... model.backward(loss); return loss"
+
+
+class LeftProgram(StepError):
+    """The step function did something else than when it was traced with inputs of the same shapes."""
+
+    RULE = "with inputs of the same shapes, a step function runs the same modules and operations each time"
+    FIX = 'smpar.init({"static_mode": False, ...}) if the model decides by chance or by state what it runs'
+
+
+class UnitMismatch(StepError):
+    """A unit's real result differs from what tracing it under fake tensors gave."""
+
+    RULE = "the number, shapes and types of a module's results are those that tracing found"
+    FIX = (
+        'smpar.init({"static_mode": False, ...}) if they depend on data; else keep the module whole with its parent, '
+        "or make them depend on shapes only"
+    )
+
+
+class LateParameter(StepError):
+    """A parameter is used on a stage that gave it up when the model was partitioned."""
+
+    RULE = "which stages read a parameter outside of its module is settled by the first step"
+    FIX = "let the first step read it too, or put the code that reads it into the parameter's own module"
+
+
+class GradientSurprise(StepError):
+    """A gradient appeared where tracing saw no way for it."""
+
+    RULE = "gradients flow between stages where tracing saw them flow"
+    FIX = 'smpar.init({"static_mode": False, ...}), or keep the module whole: smpar.set_partition(module, stage)'
+
+
+class BatchError(StepError):
+    """The batch cannot be split into microbatches."""
+
+    RULE = "each tensor among the step's arguments is split into `microbatches` parts along its batch axis"
+    FIX = 'smpar.step(non_split_inputs=["name"], input_split_axes={"name": axis}), fewer microbatches, or a larger batch'
+
+
+class RanksDisagree(StepError):
+    """The ranks of one pipeline called the step with different inputs."""
+
+    RULE = "all ranks of a pipeline group call the step with the same batch"
+    FIX = "shard the data by smpar.dp_rank() of smpar.dp_size(), never by smpar.rank()"
+
+
+class PartitionError(StepError):
+    """The partition asked for does not fit the model or the number of stages."""
+
+    RULE = "every stage exists and has something to run"
+    FIX = "use stages 0 to pipeline_parallel_degree - 1 in smpar.partition and smpar.set_partition"
+
+
+class ModelError(StepError):
+    """smpar.DistributedModel or DistributedOptimizer is used against its rules."""
+
+    RULE = "one DistributedModel is trained at a time, by optimizers made over its parameters"
+    FIX = "model = smpar.DistributedModel(module); optimizer = smpar.DistributedOptimizer(optimizer)"

@@ -1,0 +1,1 @@
+"""The planner: costs in, plan out. Imports without torch."""

@@ -1,0 +1,117 @@
+"""Cut a chain of units into pipeline stages, exactly.
+
+::
+
+    units    0   1   2   3   4   5   6   7
+             ├───────┤├──────────┤├──────┤
+    cuts     0        2          5            -> Partition.cuts == (0, 2, 5)
+
+A stage ``[a, b)`` takes ``time(a, b)``: its units' times, plus the seconds of every edge that comes into it from
+another stage. With ``T`` and ``M`` the chain's total time and memory and ``w`` the memory weight, it costs::
+
+    c(a, b) = (1 - w) * time(a, b) / T + w * memory(a, b) / M
+
+A microbatch crosses all stages once and then follows its predecessor at the pace of the slowest stage, so the cuts
+minimise::
+
+    sum of c + (microbatches - 1) * max of c + (1 - w) * (seconds paid for tied parameters) / T
+
+The last two papers in the field settle for a heuristic here: SMP (arXiv 2111.05972, section on model partition) splits
+the module tree top down, AMP (arXiv 2210.07297, section on pipeline layer assignment) rounds the maximum to a grid.
+This is the exact optimum, from a dynamic program over Pareto frontiers of (sum, max), bounded from both sides; the C++
+core does the work. `smpar.plan.reference` is the same in a few lines of Python, and decides equally, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from smpar.errors import NativeMissing, PlanError
+from smpar.plan.chain import Edge, Goal, Partition, Tie, UnitCost, check, fold
+
+
+def partition(
+    units: Sequence[UnitCost],
+    edges: Sequence[Edge],
+    ties: Sequence[Tie],
+    stages: int,
+    microbatches: int,
+    memory_weight: float = 0.0,
+    memory_limit: float | None = None,
+) -> Partition:
+    """The best cuts of ``units`` into ``stages`` stages; of equally good ones the lexicographically smallest.
+
+    Args:
+        units: costs in chain order; seconds per microbatch and bytes.
+        edges: tensors between units, in either direction, of any length; seconds per microbatch.
+        ties: units that share a parameter; seconds per step.
+        stages: number of stages.
+        microbatches: per step.
+        memory_weight: 0 balances time only, 1 memory only.
+        memory_limit: bytes per stage.
+
+    Raises:
+        TooFewUnits: fewer units than stages.
+        PlanError: no cuts keep within ``memory_limit``; a number or an index that means nothing.
+        NativeMissing: smpar was not installed, only found.
+    """
+    goal = Goal(stages, microbatches, memory_weight, memory_limit)
+    check(units, edges, ties, goal)
+    try:
+        from smpar import _native
+    except ImportError as error:
+        raise NativeMissing("the planner needs smpar's compiled core", str(error), "run: pip install -e .") from error
+    found = _native.partition(
+        [u.time for u in units],
+        [u.memory for u in units],
+        [(e.source, list(e.targets), e.seconds) for e in edges],
+        [(list(t.units), t.seconds) for t in ties],
+        stages,
+        microbatches,
+        memory_weight,
+        float("inf") if memory_limit is None else memory_limit,
+    )
+    if found is None:
+        raise too_large(units, goal)
+    cuts, objective, stage_time, stage_memory = found
+    return Partition(tuple(cuts), objective, tuple(stage_time), tuple(stage_memory))
+
+
+def too_large(units: Sequence[UnitCost], goal: Goal) -> PlanError:
+    """The error for a memory limit that no cuts keep: by how much, and what would fit."""
+    assert goal.memory_limit is not None
+    need = least_memory(units, goal.stages)
+    largest = max(units, key=lambda u: u.memory)
+    return PlanError(
+        f"every stage fits into {goal.memory_limit:.0f} bytes",
+        f"the best cuts into {goal.stages} stages need {need:.0f} bytes on one stage, "
+        f"{need - goal.memory_limit:.0f} too many; the largest unit is {largest.name!r} with {largest.memory:.0f}",
+        "use more stages, tensor parallelism, smaller microbatches or activation checkpointing; or raise memory_limit",
+    )
+
+
+def least_memory(units: Sequence[UnitCost], stages: int) -> float:
+    """Bytes of the fullest stage, at least, when the chain is cut into so many stages.
+
+    Bisection; it ends because each feasible try lowers the upper end to a sum that occurs.
+    """
+    low = max(u.memory for u in units)
+    high = fullest(units, stages, float("inf"))
+    if (best := fullest(units, stages, low)) <= low:
+        return best
+    while True:
+        middle = low + (high - low) / 2.0
+        if not low < middle < high:
+            return high
+        found = fullest(units, stages, middle)
+        low, high = (low, found) if found <= middle else (middle, high)
+
+
+def fullest(units: Sequence[UnitCost], stages: int, limit: float) -> float:
+    """Bytes of the fullest stage when stages are filled in turn up to ``limit`` and the last takes the rest."""
+    full = [0.0]
+    for unit in units:
+        if full[-1] + unit.memory > limit and len(full) < stages:
+            full.append(0.0)
+        full[-1] = fold((full[-1], unit.memory))
+    return max(full)

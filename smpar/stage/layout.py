@@ -1,0 +1,85 @@
+"""Which module runs where: units and their stages, split modules, and who holds which parameter."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import nn
+
+
+@dataclasses.dataclass(eq=False)
+class Layout:
+    """The partition of one model.
+
+    ``units`` run whole on their stage; ``split`` are their parents, whose forward is glue.
+    ``parameter_home`` gives the first stage that holds a parameter, ``holders`` all of them.
+    """
+
+    stages: int
+    units: dict[nn.Module, int]
+    split: set[nn.Module]
+    names: dict[nn.Module, str]
+    parameter_home: dict[int, int]
+    holders: dict[int, set[int]]
+    parameter_names: dict[int, str]
+    closed: bool = False  # parameters live only with their holders now
+
+    @classmethod
+    def make(cls, model: nn.Module, stages: int, units: dict[nn.Module, int], anchors: dict[int, int]) -> Layout:
+        """Lay out ``model``.
+
+        Args:
+            units: stage of every unit.
+            anchors: id of a parameter of a split module -> its stage.
+        """
+        names = {m: n for n, m in model.named_modules()}
+        inside: set[nn.Module] = {m for u in units for m in u.modules()}
+        split = {m for m in names if m not in inside}
+        home: dict[int, int] = {}
+        holders: dict[int, set[int]] = {}
+        for unit, stage in units.items():
+            for p in unit.parameters():
+                holders.setdefault(id(p), set()).add(stage)
+        for m in split:
+            for p in m._parameters.values():
+                if p is not None and id(p) not in holders:
+                    holders[id(p)] = {anchors.get(id(p), 0)}
+        for key, stages_ in holders.items():
+            home[key] = min(stages_)
+        parameter_names = {id(p): n for n, p in model.named_parameters(remove_duplicate=True)}
+        return cls(stages, dict(units), split, names, home, holders, parameter_names)
+
+    def name(self, target: object) -> str:
+        """A unit's name in the model, or a glue operation's name, for messages."""
+        if isinstance(target, nn.Module):
+            return f"{self.names.get(target, '?') or '(model)'} ({type(target).__name__})"
+        return getattr(target, "__qualname__", None) or getattr(target, "__name__", str(target))
+
+
+def maximal_units(model: nn.Module, opened: set[nn.Module]) -> list[nn.Module]:
+    """The outermost modules that are not opened, in the order of the module tree.
+
+    Containers that are never called (``ModuleList``, ``ModuleDict``) always count as opened.
+    """
+    found: list[nn.Module] = []
+    seen: set[nn.Module] = set()
+
+    def visit(module: nn.Module) -> None:
+        if module in seen:
+            return
+        seen.add(module)
+        if module in opened or type(module) in (nn.ModuleList, nn.ModuleDict):
+            for child in module.children():
+                visit(child)
+        else:
+            found.append(module)
+
+    visit(model)
+    nested = {m for u in found for m in u.modules() if m is not u}
+    return [u for u in found if u not in nested]
+
+
+def owned(parameter: torch.Tensor, layout: Layout, stage: int) -> bool:
+    """Whether ``stage`` is the one that answers for a parameter (state dicts, norms)."""
+    return layout.parameter_home.get(id(parameter), 0) == stage

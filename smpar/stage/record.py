@@ -1,0 +1,195 @@
+"""From the events of one microbatch to its program: segments, flows, and where gradients go.
+
+Each event (a unit's call or an operation in glue) runs on one stage. Walking through them in program
+order, a stage's events join its current segment as long as what they need comes from segments that
+began before it; else a new segment begins:
+
+    events      a@0   b@1(a)   c@1(b)   d@0(c)   e@1(d, b)
+    segments     0      1        1        2        3
+    flows           0->1             1->2     2->3  (b: a cut between segments 1 and 3 of stage 1)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from smpar.schedule.program import Flow, Program, Segment
+from smpar.trace.fake import Meta, Out, Outcome
+
+
+@dataclasses.dataclass(slots=True)
+class Event:
+    """One unit call or glue operation of a microbatch; equal on all ranks.
+
+    ``inputs`` holds, for each tensor argument, its ident, or None for a replicated tensor or a
+    parameter. ``flows`` are the transfers and cuts that this event is the first to need.
+    """
+
+    target: Any
+    stage: int
+    segment: int
+    inputs: tuple[int | None, ...]
+    outputs: tuple[int | None, ...]
+    written: tuple[int, ...]
+    outcome: Outcome
+    flows: tuple[int, ...]
+    direct: Meta | None  # the single fresh tensor that is the whole result, if it is so simple
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Backward:
+    """A call of ``model.backward``: the tensors it starts from."""
+
+    roots: tuple[int, ...]
+
+
+@dataclasses.dataclass(slots=True)
+class _Draft:
+    tensor: int
+    source: int
+    producer: int
+    target: int
+    forward: bool
+
+
+class Recorder:
+    """Collects events and finds segments and flows as they come."""
+
+    def __init__(self, stages: int) -> None:
+        self.stages = stages
+        self.events: list[Event | Backward] = []
+        self.metas: dict[int, Meta] = {}
+        self.flows: list[_Draft] = []
+        self.segment_stage: list[int] = []
+        self.producer: dict[int, int] = {}
+        self._current: dict[int, int] = {}
+        self._flow_of: dict[tuple[int, int], int] = {}
+        self._sent: set[tuple[int, int]] = set()
+        self.seconds: list[float] = []
+
+    def new_ident(self, meta: Meta, segment: int) -> int:
+        ident = len(self.metas)
+        self.metas[ident] = meta
+        self.producer[ident] = segment
+        return ident
+
+    def enter(self, stage: int, inputs: Sequence[int | None]) -> tuple[int, tuple[int, ...]]:
+        """The segment in which an event on ``stage`` with these inputs runs, and the flows it adds."""
+        segment = self._current.get(stage)
+        if segment is None:
+            segment = self._open(stage)
+        remote = [i for i in inputs if i is not None and self.segment_stage[self.producer[i]] != stage]
+        for ident in remote:
+            if (ident, stage) not in self._sent:
+                source = self._current[self.segment_stage[self.producer[ident]]]
+                if source > segment:  # it began after this segment, and may wait for it
+                    segment = self._open(stage)
+                    break
+        added = []
+        for ident in inputs:
+            if ident is None or self.producer[ident] == segment or (ident, segment) in self._flow_of:
+                continue
+            producer = self.producer[ident]
+            home = self.segment_stage[producer]
+            source = self._current[home] if home != stage else producer
+            first = (ident, stage) not in self._sent
+            self._sent.add((ident, stage))
+            self._flow_of[ident, segment] = len(self.flows)
+            added.append(len(self.flows))
+            self.flows.append(_Draft(ident, source, producer, segment, first))
+        return segment, tuple(added)
+
+    def _open(self, stage: int) -> int:
+        segment = len(self.segment_stage)
+        self.segment_stage.append(stage)
+        self.seconds.append(0.0)
+        self._current[stage] = segment
+        return segment
+
+    def flow_index(self, ident: int, segment: int) -> int:
+        return self._flow_of[ident, segment]
+
+    def finish(self, parameters: dict[int, set[int]]) -> MicrobatchProgram:
+        """Close the record.
+
+        Args:
+            parameters: id of each model parameter used in glue -> stages that read it.
+        """
+        roots = {r for e in self.events if isinstance(e, Backward) for r in e.roots}
+        live_uses = _live_uses(self.events, roots)
+        flows = tuple(
+            Flow(
+                tensor=d.tensor,
+                source=d.source,
+                producer=d.producer,
+                target=d.target,
+                nbytes=self.metas[d.tensor].nbytes,
+                forward=d.forward,
+                backward=(d.tensor, d.target) in live_uses,
+            )
+            for d in self.flows
+        )
+        segments = tuple(
+            Segment(i, stage, max(s, 1e-9), 2 * max(s, 1e-9))
+            for i, (stage, s) in enumerate(zip(self.segment_stage, self.seconds, strict=True))
+        )
+        shape = Program(self.stages, segments, flows, backward=bool(roots))
+        return MicrobatchProgram(tuple(self.events), shape, self.metas, parameters)
+
+
+def _live_uses(events: Sequence[Event | Backward], roots: set[int]) -> set[tuple[int, int]]:
+    """(tensor, segment) pairs in which the tensor's use carries gradient from a root back to it."""
+    live = set(roots)
+    uses: set[tuple[int, int]] = set()
+    for event in reversed(events):
+        if isinstance(event, Backward):
+            continue
+        outs: list[tuple[int | None, Out]] = [
+            (ident, place)
+            for ident, place in zip(event.outputs, event.outcome.places, strict=True)
+            if isinstance(place, Out)
+        ]
+        outs += [(i, out) for i, (_, out) in zip(event.written, event.outcome.written, strict=True)]
+        for ident, out in outs:
+            if ident in live:
+                for index in out.reaches:
+                    source = event.inputs[index]
+                    if source is not None:
+                        live.add(source)
+                        uses.add((source, event.segment))
+    return uses
+
+
+@dataclasses.dataclass(eq=False)
+class MicrobatchProgram:
+    """What one microbatch of an input signature does, on every stage."""
+
+    events: tuple[Event | Backward, ...]
+    shape: Program
+    metas: dict[int, Meta]
+    parameters: dict[int, set[int]]
+
+    @functools.cached_property
+    def arrivals(self) -> dict[tuple[int, int], int]:
+        """(tensor, stage) -> the flow that brings it there."""
+        stages = [s.stage for s in self.shape.segments]
+        return {(f.tensor, stages[f.target]): i for i, f in enumerate(self.shape.flows) if f.forward}
+
+    @functools.cached_property
+    def skeleton(self) -> Any:
+        """What microbatches must share to run under one schedule."""
+        return (
+            tuple(s.stage for s in self.shape.segments),
+            tuple((f.source, f.target, f.producer, f.forward) for f in self.shape.flows),
+        )
+
+
+def direct_meta(outcome: Outcome, is_leaf: Callable[[Any], bool]) -> Meta | None:
+    """The metadata of the result if it is one fresh tensor and nothing was written."""
+    if is_leaf(outcome.spec) and not outcome.written and isinstance(outcome.places[0], Out):
+        out = outcome.places[0]
+        return None if out.shares else out.meta
+    return None

@@ -1,0 +1,601 @@
+"""One microbatch in glue: what happens when Python calls a unit or an operation on stage tensors.
+
+``Run`` finds out where each event runs and what it gives, and executes it if this rank is its home.
+Two kinds follow from where that knowledge comes from:
+
+    Explorer   works it out (under fake tensors, remembered by signature) and records the program;
+               with a wire it executes at the same time (dynamic programs), without one it only plans
+    Replay     reads it off a recorded program, and errs if the run leaves it
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.overrides import TorchFunctionMode
+
+from smpar.errors import LateParameter, LeftProgram, NotThroughModel, UnitMismatch, WriteIntoReplicated, WrongBackward
+from smpar.stage import special
+from smpar.stage.layout import Layout
+from smpar.stage.record import Backward, Event, MicrobatchProgram, Recorder, direct_meta
+from smpar.stage.tensor import METADATA, StageTensor, activate, link, metadata, shared
+from smpar.trace import tree
+from smpar.trace.draws import DRAWS, SeedMode, advance, seed_generators
+from smpar.trace.fake import Meta, NoSubclass, Out, Outcome, meta_of
+from smpar.trace.outcomes import Outcomes
+
+Parameter = nn.Parameter
+
+
+class ValueNeeded(BaseException):
+    """Raised while planning when glue asks for data: the program cannot be known beforehand."""
+
+
+class Wire(Protocol):
+    """How a run's tensors reach other stages."""
+
+    stage: int
+
+    def send(self, stage: int, tensor: torch.Tensor, meta: Meta) -> None: ...
+
+    def receive(self, stage: int, flow: int, meta: Meta) -> torch.Tensor: ...
+
+
+class GlueMode(TorchFunctionMode):
+    """Sees every torch call in glue, also those whose arguments are all plain."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self.run = run
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        for arg in args:
+            kind = type(arg)
+            if kind is StageTensor or (kind is Parameter and id(arg) in self.run.layout.holders):
+                break
+            if (kind is list or kind is tuple) and any(isinstance(a, (StageTensor, Parameter)) for a in arg):
+                break
+        else:
+            if not any(isinstance(v, (StageTensor, Parameter)) for v in kwargs.values()) and StageTensor not in types:
+                return self.run.replicated(func, args, kwargs)
+        return self.run.operation(func, args, kwargs)
+
+
+class Run(abc.ABC):
+    """The state of one microbatch.
+
+    Args:
+        layout: the partition.
+        seed: start of the microbatch's chain of draws, equal on all ranks.
+        share: the microbatch's weight in the gradient.
+        wire: transfers to other stages; None plans without executing.
+    """
+
+    def __init__(self, layout: Layout, seed: int, share: float, wire: Wire | None) -> None:
+        self.layout = layout
+        self.seed = seed
+        self.share = share
+        self.wire = wire
+        self.stage = wire.stage if wire is not None else -1
+        self.mode = GlueMode(self)
+        self.checkpointing: dict[str, Any] | None = None
+        self._received: dict[int, torch.Tensor] = {}
+        self._parameters: dict[int, StageTensor] = {}
+        # what the backward of this rank's segments needs
+        self.leaves: dict[tuple[int, int], torch.Tensor] = {}
+        self.outputs: dict[int, GradientEdge] = {}
+        self.roots: dict[int, list[tuple[GradientEdge, torch.Tensor]]] = {}
+
+    # -- what a kind of run knows ---------------------------------------------------------------
+
+    @abc.abstractmethod
+    def _unit_event(self, unit: nn.Module, args: Any, kwargs: Any, leaves: list[Any], spec: tree.Spec) -> Event: ...
+
+    @abc.abstractmethod
+    def _operation_event(self, func: Any, args: Any, kwargs: Any, leaves: list[Any], spec: tree.Spec) -> Event: ...
+
+    @abc.abstractmethod
+    def _enter_segment(self, segment: int) -> None: ...
+
+    @abc.abstractmethod
+    def _backward_event(self, roots: tuple[int, ...]) -> None: ...
+
+    @abc.abstractmethod
+    def read(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Answer a question about the data of stage tensors (``item``, ``bool``, ``print``)."""
+
+    @abc.abstractmethod
+    def _meta(self, ident: int) -> Meta: ...
+
+    @abc.abstractmethod
+    def _flow(self, index: int) -> Any:
+        """Flow ``index`` (tensor, source, producer, target, forward)."""
+
+    @abc.abstractmethod
+    def _stage_of(self, segment: int) -> int: ...
+
+    @abc.abstractmethod
+    def _confirmed(self, event: Event, result: Any) -> Outcome:
+        """The outcome of an event whose shapes may depend on data, agreed with the other ranks."""
+
+    # -- glue -----------------------------------------------------------------------------------
+
+    def call(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run the step function on this microbatch."""
+        before = activate(self)
+        try:
+            with self.mode:
+                return fn(*args, **kwargs)
+        finally:
+            activate(before)
+
+    def replicated(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """An operation on plain tensors: it runs on every rank, with the same result."""
+        if func in DRAWS:
+            self.seed = advance(self.seed, 1)
+            seed_generators(self.seed)
+        return func(*args, **kwargs)
+
+    def operation(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """An operation with at least one stage tensor or model parameter among its arguments."""
+        if func in METADATA:
+            return metadata(func, args, kwargs)
+        handler = special.HANDLERS.get(func)
+        if handler is not None:
+            return handler(self, func, args, kwargs)
+        leaves: list[Any] = []
+        spec = tree.flatten((args, kwargs), leaves)
+        leaves = [self.wrap(t) if type(t) is Parameter and id(t) in self.layout.holders else t for t in leaves]
+        event = self._operation_event(func, args, kwargs, leaves, spec)
+        return self._finish(event, leaves, spec, lambda a, k: func(*a, **k))
+
+    def call_unit(self, unit: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A call of a unit from glue; ``call`` is its own ``__call__``."""
+        leaves: list[Any] = []
+        spec = tree.flatten((args, kwargs), leaves)
+        leaves = [self.wrap(t) if type(t) is Parameter and id(t) in self.layout.holders else t for t in leaves]
+        event = self._unit_event(unit, args, kwargs, leaves, spec)
+        if self.checkpointing is not None and torch.is_grad_enabled():
+            options = self.checkpointing
+            return self._finish(
+                event, leaves, spec, lambda a, k: special.plain_checkpoint(call, *a, use_reentrant=False, **options, **k)
+            )
+        return self._finish(event, leaves, spec, lambda a, k: call(*a, **k))
+
+    def wrap(self, parameter: nn.Parameter) -> StageTensor:
+        """The stage tensor that stands for a model parameter in glue."""
+        key = id(parameter)
+        found = self._parameters.get(key)
+        if found is None or found.requires_grad != parameter.requires_grad:
+            found = StageTensor(meta_of(parameter), self.layout.parameter_home[key], -1, -1)
+            found.parameter = parameter
+            self._parameters[key] = found
+        return found
+
+    def backward(self, tensors: Any, grads: Any = None) -> None:
+        """Note where the microbatch's backward starts (it runs when the schedule says so)."""
+        roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        given = [grads] if grads is None or isinstance(grads, torch.Tensor) else list(grads)
+        given += [None] * (len(roots) - len(given))
+        for root, grad in zip(roots, given, strict=True):
+            if not isinstance(root, StageTensor) or not root.requires_grad:
+                raise NotThroughModel(tuple(root.shape), isinstance(root, StageTensor))
+            if grad is None and root.numel() != 1:
+                raise WrongBackward(tuple(root.shape))
+        self._backward_event(tuple(r.ident for r in roots))
+        for root, grad in zip(roots, given, strict=True):
+            if root.home != self.stage:
+                continue
+            assert root.value is not None
+            with torch.no_grad():
+                if grad is None:
+                    start = torch.full_like(root.value, self.share)
+                else:
+                    start = (grad.value if isinstance(grad, StageTensor) else grad) * self.share
+            self.roots.setdefault(root.segment, []).append((get_gradient_edge(root.value), start))
+
+    # -- execution ------------------------------------------------------------------------------
+
+    def _finish(self, event: Event, leaves: list[Any], spec: tree.Spec, fn: Callable[[Any, Any], Any]) -> Any:
+        """Move what must move, run the event if this is its home, and wrap the result."""
+        for index in event.flows:
+            self._move(index, leaves)
+        outcome = event.outcome
+        values: list[Any] | None = None
+        if event.stage == self.stage:
+            self._enter_segment(event.segment)
+            outcome, values = self._execute(event, leaves, spec, fn)
+        elif outcome.guessed and self.wire is not None:
+            outcome = self._confirmed(event, None)
+        self.seed = advance(self.seed, outcome.draws)
+        return self._wrapped(event, outcome, leaves, values)
+
+    def _move(self, index: int, leaves: list[Any]) -> None:
+        """Send a tensor of ours to the stage that needs it, or keep hold of one that a later segment uses."""
+        flow = self._flow(index)
+        if self._stage_of(flow.producer) != self.stage:
+            return
+        tensor = next(t for t in leaves if type(t) is StageTensor and t.ident == flow.tensor)
+        assert tensor.value is not None
+        if tensor.value.requires_grad:
+            self.outputs[flow.tensor] = get_gradient_edge(tensor.value)
+        target = self._stage_of(flow.target)
+        if flow.forward and target != self.stage:
+            assert self.wire is not None
+            self.wire.send(target, tensor.value, self._meta(flow.tensor))
+
+    def _local(self, tensor: Any, event: Event, written: bool) -> Any:
+        """The real tensor behind an argument, in the segment of ``event``."""
+        if type(tensor) is not StageTensor:
+            return tensor
+        if tensor.parameter is not None:
+            return tensor.parameter
+        if tensor.segment == event.segment:
+            return tensor.value
+        key = (tensor.ident, event.segment)
+        leaf = self.leaves.get(key)
+        if leaf is None:
+            leaf = self._arrived(tensor, event.segment).detach()
+            leaf.requires_grad_(tensor.requires_grad)
+            self.leaves[key] = leaf
+        if not written:
+            return leaf
+        with torch.enable_grad():
+            return leaf.clone()
+
+    def _arrived(self, tensor: StageTensor, segment: int) -> torch.Tensor:
+        if tensor.home == self.stage:
+            assert tensor.value is not None
+            return tensor.value
+        found = self._received.get(tensor.ident)
+        if found is None:
+            assert self.wire is not None
+            flow = self._flow_index(tensor.ident, segment)
+            found = self.wire.receive(tensor.home, flow, self._meta(tensor.ident))
+            self._received[tensor.ident] = found
+        return found
+
+    @abc.abstractmethod
+    def _flow_index(self, ident: int, segment: int) -> int: ...
+
+    def _execute(
+        self, event: Event, leaves: list[Any], spec: tree.Spec, fn: Callable[[Any, Any], Any]
+    ) -> tuple[Outcome, list[Any]]:
+        outcome = event.outcome
+        written = {i for i, _ in outcome.written}
+        reals: list[Any] = []
+        made: dict[int, Any] = {}
+        for i, leaf in enumerate(leaves):
+            if id(leaf) not in made:
+                made[id(leaf)] = self._local(leaf, event, i in written)
+            reals.append(made[id(leaf)])
+        args, kwargs = tree.unflatten(spec, reals)
+        with self.plain():
+            if outcome.random:
+                seed_generators(self.seed)
+                with SeedMode():
+                    result = fn(args, kwargs)
+            else:
+                result = fn(args, kwargs)
+        if outcome.guessed:
+            outcome = self._confirmed(event, result)
+        values = [result] if type(result) is torch.Tensor else tree.tensors(result)
+        self._check(event, outcome, values)
+        return outcome, values + [reals[i] for i, _ in outcome.written]
+
+    def _check(self, event: Event, outcome: Outcome, values: list[Any]) -> None:
+        if len(values) != len(outcome.places):
+            raise UnitMismatch(self.layout.name(event.target), f"{len(outcome.places)} tensors", f"{len(values)}")
+        for value, place in zip(values, outcome.places, strict=True):
+            if isinstance(place, Out):
+                meta = place.meta
+                if value.shape != meta.shape or value.dtype != meta.dtype or value.requires_grad != meta.requires_grad:
+                    raise UnitMismatch(self.layout.name(event.target), str(meta), str(meta_of(value)))
+
+    def _wrapped(self, event: Event, outcome: Outcome, leaves: list[Any], values: list[Any] | None) -> Any:
+        """The event's result as glue sees it: stage tensors, or the very arguments that are passed through."""
+        if event.direct is not None and outcome is event.outcome:
+            made = StageTensor(event.direct, event.stage, event.outputs[0], event.segment)  # type: ignore[arg-type]
+            if values is not None:
+                made.value = values[0]
+            return made
+        results: list[Any] = []
+        for i, place in enumerate(outcome.places):
+            if not isinstance(place, Out):
+                results.append(leaves[place])
+                continue
+            ident = event.outputs[i]
+            assert ident is not None
+            made = StageTensor(place.meta, event.stage, ident, event.segment)
+            if values is not None:
+                made.value = values[i]
+            for index in place.shares:
+                if type(leaves[index]) is StageTensor and leaves[index].parameter is None:
+                    link(made, leaves[index])
+            results.append(made)
+        for slot, ((index, out), ident) in enumerate(zip(outcome.written, event.written, strict=True)):
+            tensor = leaves[index]
+            assert type(tensor) is StageTensor
+            value = values[len(outcome.places) + slot] if values is not None else None
+            _rebind(tensor, out.meta, event.stage, ident, event.segment, value)
+        if isinstance(outcome.spec, tree.Const):
+            return outcome.spec.value
+        return tree.unflatten(outcome.spec, results)
+
+    @contextlib.contextmanager
+    def plain(self) -> Iterator[None]:
+        """Outside of glue: torch calls and modules behave as usual."""
+        before = activate(None)
+        in_glue = bool(torch._C._len_torch_function_stack()) and (
+            torch._C._get_function_stack_at(torch._C._len_torch_function_stack() - 1) is self.mode
+        )
+        if in_glue:
+            torch._C._pop_torch_function_stack()
+        try:
+            yield
+        finally:
+            if in_glue:
+                torch._C._push_on_torch_function_stack(self.mode)
+            activate(before)
+
+
+def _rebind(tensor: StageTensor, meta: Meta, stage: int, ident: int, segment: int, value: Any) -> None:
+    """A write in place: the same Python object now stands for a new tensor of the program."""
+    with NoSubclass():
+        if tensor.shape != meta.shape or tensor.dtype != meta.dtype:
+            raise WriteIntoReplicated("an in-place operation that changes a stage tensor's shape or dtype")
+        tensor.requires_grad_(meta.requires_grad)
+    if tensor.home != stage or tensor.segment != segment:
+        tensor.aliases = None
+    tensor.home, tensor.ident, tensor.segment, tensor.value = stage, ident, segment, value
+
+
+class Explorer(Run):
+    """Works out where each event runs and what it gives, and records the program."""
+
+    def __init__(
+        self, layout: Layout, outcomes: Outcomes, seed: int, share: float = 1.0, wire: Wire | None = None
+    ) -> None:
+        super().__init__(layout, seed, share, wire)
+        self.outcomes = outcomes
+        self.record = Recorder(layout.stages)
+        self.used: dict[int, set[int]] = {}
+        self.reads = 0
+
+    def finish(self) -> MicrobatchProgram:
+        return self.record.finish(self.used)
+
+    def replicated(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if func in special.READS:
+            self.reads += 1
+        return super().replicated(func, args, kwargs)
+
+    def _unit_event(self, unit: nn.Module, args: Any, kwargs: Any, leaves: list[Any], spec: tree.Spec) -> Event:
+        with self.plain():
+            outcome = self.outcomes.of_unit(unit, leaves, spec)
+        return self._add(unit, self.layout.units[unit], outcome, leaves)
+
+    def _operation_event(self, func: Any, args: Any, kwargs: Any, leaves: list[Any], spec: tree.Spec) -> Event:
+        with self.plain():
+            outcome = self.outcomes.of_operation(func, leaves, spec)
+        if outcome.guessed and self.wire is None:
+            raise ValueNeeded(f"{self.layout.name(func)} gives a shape that depends on data")
+        operands = [t for t in leaves if type(t) is StageTensor]
+        homes = [t.home for t in operands if t.parameter is None]
+        stage = max(homes) if homes else max(t.home for t in operands)
+        for index, _ in outcome.written:
+            target = leaves[index]
+            if type(target) is not StageTensor or target.parameter is not None:
+                raise WriteIntoReplicated(self.layout.name(func))
+            if target.home != stage and shared(target):
+                stage = target.home
+        return self._add(func, stage, outcome, leaves)
+
+    def _add(self, target: Any, stage: int, outcome: Outcome, leaves: list[Any]) -> Event:
+        for index, _ in outcome.written:
+            if type(leaves[index]) is not StageTensor:
+                raise WriteIntoReplicated(self.layout.name(target))
+        inputs: list[int | None] = []
+        for t in leaves:
+            if type(t) is not StageTensor:
+                inputs.append(None)
+            elif t.parameter is not None:
+                inputs.append(None)
+                self._use(t.parameter, stage)
+            else:
+                inputs.append(t.ident)
+        record = self.record
+        segment, flows = record.enter(stage, inputs)
+        record.seconds[segment] += outcome.cost.seconds
+        outputs = tuple(
+            record.new_ident(place.meta, segment) if isinstance(place, Out) else None for place in outcome.places
+        )
+        written = tuple(record.new_ident(out.meta, segment) for _, out in outcome.written)
+        direct = direct_meta(outcome, lambda s: s is tree.LEAF)
+        event = Event(target, stage, segment, tuple(inputs), outputs, written, outcome, flows, direct)
+        record.events.append(event)
+        return event
+
+    def _use(self, parameter: nn.Parameter, stage: int) -> None:
+        self.used.setdefault(id(parameter), set()).add(stage)
+        holders = self.layout.holders[id(parameter)]
+        if stage not in holders:
+            if self.layout.closed:
+                raise LateParameter(self.layout.parameter_names.get(id(parameter), "?"), stage, sorted(holders))
+            holders.add(stage)
+            self.layout.parameter_home[id(parameter)] = min(holders)
+
+    def _enter_segment(self, segment: int) -> None:
+        pass
+
+    def _backward_event(self, roots: tuple[int, ...]) -> None:
+        self.record.events.append(Backward(roots))
+
+    def _meta(self, ident: int) -> Meta:
+        return self.record.metas[ident]
+
+    def _flow(self, index: int) -> Any:
+        return self.record.flows[index]
+
+    def _flow_index(self, ident: int, segment: int) -> int:
+        return self.record.flow_index(ident, segment)
+
+    def _stage_of(self, segment: int) -> int:
+        return self.record.segment_stage[segment]
+
+    def read(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if self.wire is None:
+            raise ValueNeeded(self.layout.name(func))
+        values = tree.map_tensors(self._everywhere, (args, kwargs))
+        with self.plain():
+            return func(*values[0], **values[1])
+
+    def _everywhere(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A stage tensor's data, sent by its home to every stage."""
+        if type(tensor) is not StageTensor:
+            return tensor
+        assert self.wire is not None
+        meta = meta_of(tensor)
+        if tensor.home != self.stage:
+            return self.wire.receive(tensor.home, -1, meta)
+        value = tensor.value if tensor.parameter is None else tensor.parameter
+        assert value is not None
+        for stage in range(self.layout.stages):
+            if stage != self.stage:
+                self.wire.send(stage, value, meta)
+        return value.detach()
+
+    def _confirmed(self, event: Event, result: Any) -> Outcome:
+        """Agree on shapes that depend on data: the home sends each result's dims to every stage."""
+        assert self.wire is not None
+        places: list[Out | int] = []
+        values = tree.tensors(result) if event.stage == self.stage else []
+        for i, place in enumerate(event.outcome.places):
+            if not isinstance(place, Out):
+                places.append(place)
+                continue
+            header = torch.zeros(9, dtype=torch.int64)
+            header_meta = meta_of(header)
+            if event.stage == self.stage:
+                shape = list(values[i].shape)
+                header[0] = len(shape)
+                header[1 : 1 + len(shape)] = torch.tensor(shape, dtype=torch.int64)
+                for stage in range(self.layout.stages):
+                    if stage != self.stage:
+                        self.wire.send(stage, header, header_meta)
+            else:
+                header = self.wire.receive(event.stage, -1, header_meta)
+            dims = header.tolist()
+            shape = dims[1 : 1 + dims[0]]
+            if tuple(shape) != place.meta.shape:
+                stride = torch.empty(shape, device="meta").stride()
+                place = Out(place.meta._replace(shape=tuple(shape), stride=stride), place.reaches, place.shares)
+                ident = event.outputs[i]
+                assert ident is not None
+                self.record.metas[ident] = place.meta
+            places.append(place)
+        outcome = event.outcome
+        return Outcome(outcome.spec, tuple(places), outcome.written, outcome.draws, outcome.random, True, outcome.cost)
+
+
+class Replay(Run):
+    """Follows a recorded program.
+
+    Args:
+        enter: called when a further segment of this rank begins; returns when the schedule lets it run.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        program: MicrobatchProgram,
+        seed: int,
+        share: float,
+        wire: Wire,
+        enter: Callable[[int], None],
+    ) -> None:
+        super().__init__(layout, seed, share, wire)
+        self.program = program
+        self._cursor = 0
+        self._segment: int | None = None
+        self._enter = enter
+
+    def _next(self, target: Any) -> Event:
+        events = self.program.events
+        event = events[self._cursor] if self._cursor < len(events) else None
+        if not isinstance(event, Event) or (event.target is not target and event.target != target):
+            self._left(self.layout.name(target), event)
+        self._cursor += 1
+        return event  # type: ignore[return-value]
+
+    def _left(self, ran: str, event: Event | Backward | None) -> None:
+        due = "the end of the step function" if event is None else (
+            "model.backward" if isinstance(event, Backward) else self.layout.name(event.target))
+        raise LeftProgram(ran, due, self._cursor)
+
+    def _unit_event(self, unit: nn.Module, args: Any, kwargs: Any, leaves: list[Any], spec: tree.Spec) -> Event:
+        event = self._next(unit)
+        self._same_inputs(event, leaves)
+        return event
+
+    def _operation_event(self, func: Any, args: Any, kwargs: Any, leaves: list[Any], spec: tree.Spec) -> Event:
+        event = self._next(func)
+        self._same_inputs(event, leaves)
+        return event
+
+    def _same_inputs(self, event: Event, leaves: list[Any]) -> None:
+        inputs = event.inputs
+        if len(leaves) == len(inputs):
+            for leaf, ident in zip(leaves, inputs, strict=True):
+                if type(leaf) is StageTensor and leaf.parameter is None:
+                    if leaf.ident != ident:
+                        break
+                elif ident is not None:
+                    break
+            else:
+                return
+        raise LeftProgram(f"{self.layout.name(event.target)} on other tensors", self.layout.name(event.target), self._cursor)
+
+    def _enter_segment(self, segment: int) -> None:
+        if segment != self._segment:
+            self._segment = segment
+            self._enter(segment)
+
+    def _backward_event(self, roots: tuple[int, ...]) -> None:
+        events = self.program.events
+        event = events[self._cursor] if self._cursor < len(events) else None
+        if not isinstance(event, Backward) or event.roots != roots:
+            self._left("model.backward", event)
+        self._cursor += 1
+
+    def end(self) -> None:
+        """Check that the run went through its whole program."""
+        if self._cursor != len(self.program.events):
+            self._left("the end of the step function", self.program.events[self._cursor])
+
+    def read(self, func: Any, args: Any, kwargs: Any) -> Any:
+        raise LeftProgram(f"{self.layout.name(func)} of a stage tensor", "no reading of values", self._cursor)
+
+    def _meta(self, ident: int) -> Meta:
+        return self.program.metas[ident]
+
+    def _flow(self, index: int) -> Any:
+        return self.program.shape.flows[index]
+
+    def _flow_index(self, ident: int, segment: int) -> int:
+        return self.program.arrivals[ident, self.stage]
+
+    def _stage_of(self, segment: int) -> int:
+        return self.program.shape.segments[segment].stage
+
+    def _confirmed(self, event: Event, result: Any) -> Outcome:
+        return event.outcome

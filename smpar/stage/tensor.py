@@ -1,0 +1,126 @@
+"""Stage tensors: real data on one stage, shape, dtype and device everywhere."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from smpar.errors import BypassedGlue, OutsideStep
+from smpar.trace.fake import Meta, NoSubclass
+
+if TYPE_CHECKING:
+    from smpar.stage.run import Run
+
+_active: list[Run | None] = [None]
+
+
+def active() -> Run | None:
+    """The microbatch whose glue is running in this process, if any (units run with none)."""
+    return _active[0]
+
+
+def activate(run: Run | None) -> Run | None:
+    """Set the running microbatch; returns the one before."""
+    before = _active[0]
+    _active[0] = run
+    return before
+
+
+class StageTensor(torch.Tensor):
+    """A tensor with a home stage.
+
+    The wrapper itself has no storage; its metadata are the same on every rank. ``value`` is the
+    real tensor on the home's rank and None elsewhere. ``ident`` numbers the tensors of a microbatch
+    in program order and is the same on every rank; a write in place gives the wrapper a new one.
+    """
+
+    home: int
+    ident: int
+    segment: int
+    value: torch.Tensor | None
+    parameter: torch.nn.Parameter | None
+    aliases: list[weakref.ref[StageTensor]] | None
+
+    @staticmethod
+    def __new__(cls, meta: Meta, home: int, ident: int, segment: int) -> StageTensor:
+        self: StageTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            meta.shape,
+            meta.stride or None,
+            dtype=meta.dtype,
+            device=meta.device,
+            requires_grad=meta.requires_grad,
+        )
+        self.home = home
+        self.ident = ident
+        self.segment = segment
+        self.value = None
+        self.parameter = None
+        self.aliases = None
+        return self
+
+    def __init__(self, meta: Meta, home: int, ident: int, segment: int) -> None:
+        pass
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        run = active()
+        if run is None:
+            return _without_run(func, args, kwargs or {})
+        return run.operation(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.ops.aten.detach.default is func:  # how torch makes Parameters and new_* of subclasses
+            return args[0]
+        raise BypassedGlue(str(func))
+
+
+METADATA: set[Any] = {
+    getattr(torch.Tensor, name).__get__
+    for name in ("shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "layout", "is_cuda", "is_cpu",
+                 "is_sparse", "is_quantized", "is_meta", "is_mps", "is_xpu", "itemsize", "nbytes", "names",
+                 "is_nested", "is_mkldnn", "grad_fn", "_version", "output_nr", "is_sparse_csr")
+    if hasattr(torch.Tensor, name)
+} | {
+    torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.nelement, torch.Tensor.stride,
+    torch.Tensor.element_size, torch.Tensor.is_floating_point, torch.Tensor.is_complex, torch.Tensor.is_contiguous,
+    torch.Tensor.ndimension, torch.Tensor.get_device, torch.Tensor.is_signed, torch.Tensor.storage_offset,
+    torch.Tensor.__len__, torch.Tensor.__hash__, torch.is_floating_point, torch.is_complex, torch.numel,
+    torch.Tensor.is_inference, torch.is_inference, torch.Tensor.has_names, torch.Tensor.is_same_size,
+    torch.Tensor.is_conj, torch.is_conj, torch.Tensor.is_neg, torch.is_neg, torch.get_device,
+    torch.Tensor.is_shared, torch.Tensor.is_pinned,
+}  # fmt: skip
+
+
+def metadata(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """Answer a query of shape, dtype and the like from the wrapper."""
+    with NoSubclass():
+        return func(*args, **kwargs)
+
+
+def _without_run(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    if func in METADATA:
+        return metadata(func, args, kwargs)
+    if func is torch.Tensor.__repr__:
+        return f"StageTensor(shape={tuple(args[0].shape)}, dtype={args[0].dtype}, home={args[0].home})"
+    raise OutsideStep(getattr(func, "__name__", str(func)))
+
+
+def link(view: StageTensor, base: StageTensor) -> None:
+    """Note that two stage tensors share memory (a view and what it views)."""
+    group = base.aliases
+    if group is None:
+        group = base.aliases = [weakref.ref(base)]
+    group.append(weakref.ref(view))
+    view.aliases = group
+
+
+def shared(tensor: StageTensor) -> bool:
+    """Whether another living stage tensor shares this one's memory."""
+    return tensor.aliases is not None and any(r() is not None and r() is not tensor for r in tensor.aliases)

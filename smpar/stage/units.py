@@ -1,0 +1,78 @@
+"""Modules that know they are units: for the length of a step, by a subclass set on the instance.
+
+A unit's ``__call__`` is intercepted, so the module's hooks, transformers' gradient-checkpointing
+layers and the like run inside it, on plain tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from smpar.stage.layout import Layout
+from smpar.stage.tensor import active
+
+
+class _Unit:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        run = active()
+        call = super().__call__  # type: ignore[misc]
+        if run is None:
+            return call(*args, **kwargs)
+        return run.call_unit(self, call, args, kwargs)  # type: ignore[arg-type]
+
+
+class _Split:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        except Exception as error:
+            if not hasattr(error, "_smpar_module"):
+                with contextlib.suppress(AttributeError):
+                    error._smpar_module = self  # type: ignore[attr-defined]
+            raise
+
+
+_classes: dict[tuple[type, type], type] = {}
+
+
+def _subclass(mixin: type, cls: type) -> type:
+    found = _classes.get((mixin, cls))
+    if found is None:
+        body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "_smpar_plain_class": cls}
+        found = _classes[mixin, cls] = type(cls.__name__, (mixin, cls), body)
+    return found
+
+
+def can_be_marked(module: nn.Module) -> bool:
+    """Whether the module's class allows the subclass (scripted modules do not)."""
+    try:
+        cls = type(module)
+        module.__class__ = _subclass(_Split, cls)
+        module.__class__ = cls
+    except TypeError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def marked(layout: Layout) -> Iterator[None]:
+    """Mark the units and split modules of a layout for the duration of a step."""
+    before = [(m, type(m)) for m in (*layout.units, *layout.split)]
+    try:
+        for unit in layout.units:
+            unit.__class__ = _subclass(_Unit, type(unit))
+        for module in layout.split:
+            module.__class__ = _subclass(_Split, type(module))
+        yield
+    finally:
+        for module, cls in before:
+            module.__class__ = cls
+
+
+def blamed(error: BaseException) -> nn.Module | None:
+    """The innermost split module whose glue raised ``error``."""
+    return getattr(error, "_smpar_module", None)

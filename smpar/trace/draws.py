@@ -1,0 +1,106 @@
+"""Random numbers that do not depend on how a model is cut.
+
+Every call of a drawing function (dropout, ``torch.rand``, ...) reseeds the generator with the next
+number of a chain, ``seed + k * STRIDE``. A unit that another rank runs moves the chain on by the
+number of its drawing calls, known from the trace, so all ranks agree on the k of every call:
+
+    call      dropout  dropout | dropout  rand   | dropout
+    home      stage 0            stage 1           stage 0
+    k         0        1         2        3        4
+
+The chain's position lives in the generator itself (its initial seed), so a recomputation that
+restores the generator's state (activation checkpointing) draws the same numbers again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+STRIDE = 0x9E3779B97F4A7C15
+MASK = (1 << 63) - 1
+
+DRAWS: set[Any] = {
+    F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, F.rrelu,
+    F.gumbel_softmax, F.scaled_dot_product_attention, F.multi_head_attention_forward, F.fractional_max_pool2d,
+    torch.dropout, torch.dropout_, torch.alpha_dropout, torch.feature_dropout, torch.native_dropout, torch.rrelu,
+    torch.rand, torch.randn, torch.randint, torch.randperm, torch.rand_like, torch.randn_like, torch.randint_like,
+    torch.normal, torch.bernoulli, torch.multinomial, torch.poisson,
+    torch.Tensor.normal_, torch.Tensor.uniform_, torch.Tensor.bernoulli_, torch.Tensor.bernoulli,
+    torch.Tensor.exponential_, torch.Tensor.random_, torch.Tensor.multinomial, torch.Tensor.log_normal_,
+    torch.Tensor.geometric_, torch.Tensor.cauchy_, torch._VF.lstm, torch._VF.gru, torch._VF.rnn_tanh,
+    torch._VF.rnn_relu,
+}  # fmt: skip
+
+
+def advance(seed: int, draws: int) -> int:
+    """The chain's value ``draws`` calls later."""
+    return (seed + draws * STRIDE) & MASK
+
+
+def mix(*numbers: int) -> int:
+    """A 63-bit seed from several integers (splitmix64 finalizer over a running sum)."""
+    state = 0x243F6A8885A308D3
+    for number in numbers:
+        state = (state ^ (number & 0xFFFFFFFFFFFFFFFF)) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
+        state ^= state >> 27
+        state = state * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
+        state ^= state >> 31
+    return state & MASK
+
+
+def seed_generators(seed: int) -> None:
+    """Seed the default generators of the CPU and, where CUDA is in use, of the current device."""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.manual_seed(seed)
+
+
+def step_chain() -> None:
+    """Move the chain in the generator on by one call and reseed from it."""
+    seed_generators(advance(torch.default_generator.initial_seed(), 1))
+
+
+class SeedMode(TorchFunctionMode):
+    """Reseeds before each drawing call. Also entered around backward, for recomputations in there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in DRAWS:
+            self.calls += 1
+            step_chain()
+        return func(*args, **(kwargs or {}))
+
+
+class CountMode(TorchFunctionMode):
+    """Counts drawing calls in a trace, and learns drawing functions that the list above lacks.
+
+    Args:
+        drawn: says how many random operators the trace has seen so far.
+    """
+
+    def __init__(self, drawn: Callable[[], int]) -> None:
+        super().__init__()
+        self.calls = 0
+        self._drawn = drawn
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        known = func in DRAWS
+        before = self._drawn()
+        result = func(*args, **(kwargs or {}))
+        if not known and self._drawn() > before:
+            DRAWS.add(func)
+            known = True
+        self.calls += known
+        return result

@@ -1,0 +1,361 @@
+"""Run a callable under fake tensors: what comes out, what it depends on, what it costs."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from smpar.trace import tree
+from smpar.trace.draws import CountMode
+
+aten = torch.ops.aten
+NoSubclass = torch._C.DisableTorchFunctionSubclass
+
+
+class Meta(NamedTuple):
+    """All that every rank knows of a tensor; ``stride`` in elements."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    @property
+    def nbytes(self) -> int:
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+
+def meta_of(tensor: torch.Tensor) -> Meta:
+    """The metadata of any tensor, without going through an overridden ``__torch_function__``."""
+    with NoSubclass():
+        strided = tensor.layout is torch.strided
+        return Meta(
+            tuple(tensor.shape),
+            tuple(tensor.stride()) if strided else (),
+            tensor.dtype,
+            tensor.device,
+            tensor.requires_grad,
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cost:
+    """Counted cost of one call: floating-point operations and seconds of its forward, bytes kept for its backward."""
+
+    flops: float = 0.0
+    seconds: float = 0.0
+    saved: int = 0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.flops + other.flops, self.seconds + other.seconds, self.saved + other.saved)
+
+
+class Out(NamedTuple):
+    """A tensor that a call made (or wrote into): its metadata, and the inputs its gradient reaches."""
+
+    meta: Meta
+    reaches: frozenset[int]
+    shares: frozenset[int]  # inputs whose storage it views
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a call does, as far as can be known without data.
+
+    ``places`` says for each tensor of the result where it comes from: an ``Out``, or the index of
+    the input that it is. ``written`` are inputs changed in place, each with its state afterwards.
+    """
+
+    spec: tree.Spec
+    places: tuple[Out | int, ...]
+    written: tuple[tuple[int, Out], ...]
+    draws: int
+    random: bool
+    guessed: bool
+    cost: Cost
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DeviceRate:
+    """What a device does per second, for counted costs (roofline): FLOP/s, bytes/s, seconds per launched operator.
+
+    Only ratios between units matter to a partition. A desktop core and a data-centre GPU in half precision.
+    """
+
+    flops: float
+    bytes: float
+    launch: float
+
+
+RATES = {"cpu": DeviceRate(4e10, 1e10, 2e-6), "cuda": DeviceRate(1.5e14, 1.5e12, 4e-6)}
+
+_GUESSED = {aten._local_scalar_dense.default, aten.nonzero.default, aten.equal.default, aten.is_nonzero.default}
+_FREE = {"view", "_unsafe_view", "detach", "alias", "expand", "permute", "transpose", "t", "slice", "select",
+         "unsqueeze", "squeeze", "as_strided", "split", "unbind", "empty", "empty_strided", "empty_like"}  # fmt: skip
+
+
+class _Watch(TorchDispatchMode):
+    """Counts costs and random operators; answers what only data could tell with a guess."""
+
+    def __init__(self, guess: bool) -> None:
+        super().__init__()
+        self.flops = self.seconds = 0.0
+        self.random = 0
+        self.guessed = False
+        self._guess = guess
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _GUESSED:
+            return self._guessed_result(func, args)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.random += 1
+        try:
+            result = func(*args, **kwargs)
+        except DynamicOutputShapeException:
+            self.guessed = True
+            result = self._guessed_shape(func, args, kwargs)
+        self._count(func, args, kwargs, result)
+        return result
+
+    def _guessed_result(self, func: Any, args: Any) -> Any:
+        self.guessed = True
+        if func is aten.nonzero.default:
+            source = args[0]
+            return source.new_empty((source.numel(), source.dim()), dtype=torch.int64)
+        if func is aten.equal.default or func is aten.is_nonzero.default:
+            return self._guess
+        dtype = args[0].dtype
+        if dtype is torch.bool:
+            return self._guess
+        return 1.0 if dtype.is_floating_point else int(self._guess)
+
+    def _guessed_shape(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Boolean indexing: as many rows as there could be."""
+        packet = func.overloadpacket
+        if packet is aten.masked_select:
+            return args[0].new_empty(torch.broadcast_shapes(args[0].shape, args[1].shape).numel())
+        if packet is aten.index:
+            indices: list[Any] = []
+            for i in args[1]:
+                rows = i is not None and i.dtype is torch.bool
+                indices += [i.new_empty((i.numel(),), dtype=torch.int64)] * i.dim() if rows else [i]
+            return func(args[0], indices, **kwargs)
+        raise
+
+    def _count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        packet = func.overloadpacket
+        if func.namespace != "aten" or packet.__name__ in _FREE:
+            return
+        first = result[0] if isinstance(result, (tuple, list)) and result else result
+        if not isinstance(first, torch.Tensor):
+            return
+        out = first
+        formula = flop_registry.get(packet)
+        flops = float(formula(*args, **kwargs, out_val=result)) if formula else 0.0
+        moved = out.numel() * out.element_size()
+        for arg in args:
+            if isinstance(arg, torch.Tensor):
+                moved += arg.numel() * arg.element_size()
+        rate = RATES.get(out.device.type, RATES["cuda"])
+        self.flops += flops
+        self.seconds += max(flops / rate.flops, moved / rate.bytes) + rate.launch
+
+
+class FakeRunner:
+    """Runs units and glue operations on fake tensors; keeps a fake twin of each parameter.
+
+    Args:
+        device: where parameters on the meta device are taken to live.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.device = device
+        self._strides: dict[int, tuple[int, ...]] = {}
+        self._twins: dict[tuple[int, bool], torch.Tensor] = {}
+
+    def remember_layout(self, parameter: torch.Tensor) -> None:
+        """Note a parameter's strides before its storage is given up."""
+        self._strides[id(parameter)] = tuple(parameter.stride())
+
+    def twin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A fake tensor of the same shape, dtype and strides as a parameter or buffer."""
+        key = (id(tensor), tensor.requires_grad)
+        found = self._twins.get(key)
+        if found is None or found.shape != tensor.shape or found.dtype != tensor.dtype:
+            stride = self._strides.get(id(tensor), tuple(tensor.stride()))
+            device = self.device if tensor.device.type == "meta" else tensor.device
+            with self.mode:
+                found = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=device)
+            if isinstance(tensor, torch.nn.Parameter):
+                found = torch.nn.Parameter(found, requires_grad=tensor.requires_grad)
+            self._twins[key] = found
+        return found
+
+    @contextlib.contextmanager
+    def _twinned(self, module: torch.nn.Module) -> Iterator[None]:
+        """Swap a module's parameters and buffers for fresh fake twins; attributes changed meanwhile are put back."""
+        snapshot = tree.Snapshot()
+        modules = list(module.modules())
+        for m in modules:
+            snapshot.add(m)
+        fresh: dict[int, torch.Tensor] = {}
+        try:
+            for m in modules:
+                for name, p in m._parameters.items():
+                    if p is not None:
+                        m._parameters[name] = self.twin(p)  # type: ignore[assignment]
+                for name, b in m._buffers.items():
+                    if b is not None:
+                        if id(b) not in fresh:
+                            fresh[id(b)] = self.twin(b).clone()
+                        m._buffers[name] = fresh[id(b)]
+            yield
+        finally:
+            snapshot.restore()
+
+    def evaluate(
+        self, fn: Callable[..., Any], args: Any, kwargs: Any, module: torch.nn.Module | None = None
+    ) -> Outcome:
+        """Run ``fn(*args, **kwargs)`` under fake tensors in the present grad and autocast mode.
+
+        Args:
+            module: the unit that ``fn`` calls; its parameters are swapped for twins.
+
+        Raises:
+            whatever ``fn`` raises on tensors of these shapes.
+        """
+        try:
+            return self._evaluate(fn, args, kwargs, module, guess=False)
+        except Exception:
+            try:
+                outcome: Outcome | None = self._evaluate(fn, args, kwargs, module, guess=True)
+            except Exception:
+                outcome = None
+            if outcome is None or not outcome.guessed:
+                raise
+            return outcome
+
+    def _evaluate(
+        self, fn: Callable[..., Any], args: Any, kwargs: Any, module: torch.nn.Module | None, guess: bool
+    ) -> Outcome:
+        given: list[torch.Tensor] = []
+        spec = tree.flatten((args, kwargs), given)
+        snapshot = tree.Snapshot()
+        for const in tree.constants(spec):
+            if const.opaque and not isinstance(const.value, torch.nn.Module):
+                snapshot.add(const.value)
+        watch = _Watch(guess)
+        count = CountMode(lambda: watch.random)
+        saved: dict[int, int] = {}
+        kept: set[int] = set()
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in kept:
+                saved[storage._cdata] = storage.nbytes()
+            return tensor
+
+        try:
+            with contextlib.ExitStack() as stack:
+                if module is not None:
+                    stack.enter_context(self._twinned(module))
+                    kept.update(self.twin(p).untyped_storage()._cdata for p in module.parameters())
+                stack.enter_context(self.mode)
+                leaves, fakes = self._fakes(given)
+                versions = [f._version for f in fakes]
+                stack.enter_context(watch)
+                stack.enter_context(count)
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t))
+                a, k = tree.unflatten(spec, fakes)
+                result = fn(*a, **k)
+            return self._outcome(result, leaves, fakes, versions, watch, count.calls, sum(saved.values()))
+        finally:
+            snapshot.restore()
+
+    def _fakes(self, given: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Fake leaves and what stands for them in the call (never a leaf, so that it may be written in place)."""
+        leaves: list[torch.Tensor] = []
+        fakes: list[torch.Tensor] = []
+        made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        for tensor in given:
+            if id(tensor) not in made:
+                meta = meta_of(tensor)
+                device = self.device if meta.device.type == "meta" else meta.device
+                leaf = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=device)
+                fake = leaf
+                if meta.requires_grad:
+                    leaf.requires_grad_(True)
+                    with torch.enable_grad():
+                        fake = leaf.clone()
+                made[id(tensor)] = leaf, fake
+            leaf, fake = made[id(tensor)]
+            leaves.append(leaf)
+            fakes.append(fake)
+        return leaves, fakes
+
+    def _outcome(
+        self, result: Any, leaves: list[Any], fakes: list[Any], versions: list[int], watch: _Watch, draws: int, saved: int
+    ) -> Outcome:
+        outs: list[torch.Tensor] = []
+        spec = tree.flatten(result, outs)
+        index = {id(f): i for i, f in reversed(list(enumerate(fakes)))}
+        storages: dict[int, list[int]] = {}
+        for i, fake in enumerate(fakes):
+            storages.setdefault(fake.untyped_storage()._cdata, []).append(i)
+        marks = {id(leaf): i for i, leaf in reversed(list(enumerate(leaves))) if leaf.requires_grad}
+        written = [i for i, fake in enumerate(fakes) if fake._version != versions[i] and index[id(fake)] == i]
+
+        def out(tensor: torch.Tensor) -> Out:
+            if not isinstance(tensor, FakeTensor):
+                return Out(meta_of(tensor), frozenset(), frozenset())
+            return Out(
+                meta_of(tensor),
+                frozenset(_reached(tensor, marks)),
+                frozenset(storages.get(tensor.untyped_storage()._cdata, ())),
+            )
+
+        places = tuple(index[id(t)] if id(t) in index else out(t) for t in outs)
+        return Outcome(
+            spec=spec,
+            places=places,
+            written=tuple((i, out(fakes[i])) for i in written),
+            draws=draws,
+            random=watch.random > 0,
+            guessed=watch.guessed,
+            cost=Cost(watch.flops, watch.seconds, saved),
+        )
+
+
+def _reached(tensor: torch.Tensor, marks: dict[int, int]) -> set[int]:
+    """Which marked leaves the gradient of ``tensor`` reaches (by walking its autograd graph)."""
+    if tensor.grad_fn is None:
+        return {marks[id(tensor)]} if id(tensor) in marks else set()
+    seen: set[Any] = set()
+    found: set[int] = set()
+    todo = [tensor.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            if id(variable) in marks:
+                found.add(marks[id(variable)])
+        else:
+            todo += [following for following, _ in node.next_functions]
+    return found

@@ -1,0 +1,107 @@
+"""Outcomes remembered by signature: equal units with equal inputs are run under fake tensors once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from smpar.trace import tree
+from smpar.trace.fake import FakeRunner, NoSubclass, Outcome, meta_of
+
+_POSITION_NAMES = {"layer_idx", "layer_id", "layer_index", "layer_number", "layer_num", "block_idx", "block_index",
+                   "block_id", "idx", "index", "layer_i", "depth_idx"}  # fmt: skip
+_SIMPLE = (int, float, str, bool, type(None), torch.dtype)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+
+
+def autocast_state() -> tuple[Any, ...]:
+    """The autocast settings that decide an operation's dtypes."""
+    if not torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda"):
+        return ()
+    return tuple(
+        (device, torch.get_autocast_dtype(device)) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)
+    )
+
+
+class Outcomes:
+    """Cache of what units and glue operations do, keyed by their signature.
+
+    Two units count as equal if their classes, parameter shapes, modes and plain attributes are equal
+    (but for attributes that just number the layers). Every home checks the real result of a unit
+    against the outcome, so a pair that differs after all ends in an error, not in a wrong result.
+    """
+
+    def __init__(self, runner: FakeRunner) -> None:
+        self.runner = runner
+        self._units: dict[Any, Outcome] = {}
+        self._operations: dict[Any, Outcome] = {}
+        self._unit_keys: dict[nn.Module, Any] = {}
+        self.fake_runs = 0
+        self.on_run: Callable[[], None] | None = None
+
+    def forget_keys(self) -> None:
+        """Modes and flags of modules may have changed: work their keys out anew."""
+        self._unit_keys.clear()
+
+    def of_unit(self, unit: nn.Module, leaves: list[torch.Tensor], spec: tree.Spec) -> Outcome:
+        """The outcome of ``unit`` called with the nested arguments (args, kwargs) = unflatten(spec, leaves)."""
+        key = (self.unit_key(unit), spec, _signature(leaves))
+        found = self._units.get(key)
+        if found is None:
+            args, kwargs = tree.unflatten(spec, leaves)
+            found = self._units[key] = self._run(unit, args, kwargs, unit)
+        return found
+
+    def of_operation(self, func: Callable[..., Any], leaves: list[torch.Tensor], spec: tree.Spec) -> Outcome:
+        """The outcome of a function of torch; arguments as for ``of_unit``."""
+        key = (func, spec, _signature(leaves))
+        found = self._operations.get(key)
+        if found is None:
+            args, kwargs = tree.unflatten(spec, leaves)
+            found = self._run(func, args, kwargs, None)
+            if not any(c.opaque for c in tree.constants(spec)):
+                self._operations[key] = found
+        return found
+
+    def _run(self, fn: Callable[..., Any], args: Any, kwargs: Any, unit: nn.Module | None) -> Outcome:
+        self.fake_runs += 1
+        if self.on_run is not None:
+            self.on_run()
+        return self.runner.evaluate(fn, args, kwargs, unit)
+
+    def unit_key(self, unit: nn.Module) -> Any:
+        key = self._unit_keys.get(unit)
+        if key is None:
+            key = self._unit_keys[unit] = tuple(_module_key(m) for m in unit.modules())
+        return key
+
+
+def _module_key(module: nn.Module) -> Any:
+    attributes = module.__dict__
+    simple = tuple(
+        (name, value)
+        for name, value in attributes.items()
+        if isinstance(value, _SIMPLE) and not (name in _POSITION_NAMES and isinstance(value, int))
+    )
+    tensors = tuple(
+        (name, tuple(t.shape), t.dtype, t.requires_grad)
+        for group in ("_parameters", "_buffers")
+        for name, t in attributes[group].items()
+        if t is not None
+    )
+    hooked = id(module) if any(attributes.get(name) for name in _HOOKS) else None
+    return _base_class(type(module)), simple, tensors, hooked
+
+
+def _base_class(cls: type) -> type:
+    return getattr(cls, "_smpar_plain_class", cls)
+
+
+def _signature(leaves: list[torch.Tensor]) -> Any:
+    seen: dict[int, int] = {}
+    with NoSubclass():
+        metas = tuple((meta_of(t), seen.setdefault(id(t), i)) for i, t in enumerate(leaves))
+    return metas, torch.is_grad_enabled(), autocast_state()

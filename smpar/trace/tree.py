@@ -1,0 +1,240 @@
+"""Nested values with tensors inside: take them apart, key them, put them together again.
+
+Containers are lists, tuples, named tuples, dicts, dataclasses and whatever is registered with
+``torch.utils._pytree`` (among them the output classes of transformers). Anything else is a
+constant and travels as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import enum
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import _pytree
+
+Tensor = torch.Tensor
+_PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.layout, enum.Enum, type)
+
+
+class Const:
+    """A leaf that is no tensor; equal to another when type and value are, or just the type if it is opaque."""
+
+    __slots__ = ("key", "value")
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        if isinstance(value, _PLAIN):
+            self.key: Any = (type(value), value)
+        elif isinstance(value, (slice, range)):
+            self.key = (type(value), value.start, value.stop, value.step)
+        elif isinstance(value, (torch.Size, frozenset)):
+            self.key = (type(value), value)
+        elif callable(value) and not isinstance(value, torch.nn.Module):
+            self.key = (type(value), getattr(value, "__qualname__", None))
+        else:
+            self.key = type(value)
+
+    @property
+    def opaque(self) -> bool:
+        return isinstance(self.key, type)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Const) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __repr__(self) -> str:
+        return f"Const({self.value!r})"
+
+
+class _Leaf:
+    """Marks a tensor's place in a spec."""
+
+    def __repr__(self) -> str:
+        return "*"
+
+
+LEAF = _Leaf()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Node:
+    """An inner node of a spec. ``aux`` is what the container needs to be made again."""
+
+    cls: type
+    aux: Any
+    children: tuple[Any, ...]
+    template: Any = dataclasses.field(default=None, compare=False)
+
+
+Spec = Any  # LEAF | Const | Node
+
+
+def _parts(value: Any) -> tuple[Any, list[Any], Any] | None:
+    """(aux, children, template) of a container, or None for a leaf."""
+    cls = type(value)
+    if cls is tuple or cls is list:
+        return None, list(value), None
+    if cls is dict:
+        return tuple(value), list(value.values()), None
+    if isinstance(value, tuple) and hasattr(cls, "_fields"):
+        return None, list(value), None
+    entry = _pytree.SUPPORTED_NODES.get(cls)
+    if entry is not None:
+        children, context = entry.flatten_fn(value)
+        return _HashableContext(context), list(children), value
+    if cls is set or isinstance(value, (torch.Size, frozenset)):
+        return None
+    if isinstance(value, dict):
+        return tuple(value), list(value.values()), value
+    if isinstance(value, (tuple, list)):
+        return None, list(value), value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = tuple(f.name for f in dataclasses.fields(value) if hasattr(value, f.name))
+        return names, [getattr(value, name) for name in names], value
+    return None
+
+
+class _HashableContext:
+    """A pytree context, compared by value where it can be; contexts are short lists of keys."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _HashableContext) and repr(self.value) == repr(other.value)
+
+    def __hash__(self) -> int:
+        return hash(repr(self.value))
+
+
+def _build(cls: type, aux: Any, children: list[Any], template: Any) -> Any:
+    if cls is tuple or cls is list:
+        return cls(children)
+    if cls is dict:
+        return dict(zip(aux, children, strict=True))
+    if hasattr(cls, "_fields") and issubclass(cls, tuple):
+        return cls(*children)
+    if isinstance(aux, _HashableContext):
+        return _pytree.SUPPORTED_NODES[cls].unflatten_fn(children, aux.value)
+    if issubclass(cls, dict):
+        made = copy.copy(template)
+        for key, child in zip(aux, children, strict=True):
+            dict.__setitem__(made, key, child)
+        return made
+    if issubclass(cls, (tuple, list)):
+        return cls(children)
+    made = copy.copy(template)
+    for name, child in zip(aux, children, strict=True):
+        object.__setattr__(made, name, child)
+    return made
+
+
+def flatten(value: Any, leaves: list[Tensor]) -> Spec:
+    """Append the tensors of ``value`` to ``leaves``, left to right; return its hashable spec."""
+    if isinstance(value, Tensor):
+        leaves.append(value)
+        return LEAF
+    parts = _parts(value)
+    if parts is None:
+        return Const(value)
+    aux, children, template = parts
+    return Node(type(value), aux, tuple(flatten(child, leaves) for child in children), template)
+
+
+def unflatten(spec: Spec, leaves: list[Any]) -> Any:
+    """Inverse of ``flatten``: consumes ``leaves`` from the front."""
+    return _unflatten(spec, iter(leaves))
+
+
+def _unflatten(spec: Spec, leaves: Any) -> Any:
+    if spec is LEAF:
+        return next(leaves)
+    if isinstance(spec, Const):
+        return spec.value
+    return _build(spec.cls, spec.aux, [_unflatten(child, leaves) for child in spec.children], spec.template)
+
+
+def tensors(value: Any) -> list[Tensor]:
+    """All tensors of a nested value, left to right."""
+    leaves: list[Tensor] = []
+    flatten(value, leaves)
+    return leaves
+
+
+def constants(spec: Spec) -> list[Const]:
+    """All constants of a spec, left to right."""
+    if isinstance(spec, Const):
+        return [spec]
+    return [c for child in spec.children for c in constants(child)] if isinstance(spec, Node) else []
+
+
+def map_tensors(fn: Callable[[Tensor], Any], value: Any) -> Any:
+    """The same nesting with ``fn`` applied to every tensor; what holds no tensor is returned as it is."""
+    if isinstance(value, Tensor):
+        return fn(value)
+    parts = _parts(value)
+    if parts is None:
+        return value
+    aux, children, template = parts
+    mapped = [map_tensors(fn, child) for child in children]
+    if all(new is old for new, old in zip(mapped, children, strict=True)):
+        return value
+    return _build(type(value), aux, mapped, template)
+
+
+class Snapshot:
+    """Remembers the Python attributes of objects, so that a trial run leaves no traces in them.
+
+    Attributes, and the contents of lists, dicts and sets among them, are put back by ``restore``;
+    tensors themselves are not copied (a trial run works on fake ones).
+    """
+
+    def __init__(self, depth: int = 4) -> None:
+        self._depth = depth
+        self._saved: dict[int, tuple[Any, Any]] = {}
+
+    def add(self, obj: Any, depth: int | None = None) -> None:
+        depth = self._depth if depth is None else depth
+        if depth < 0 or isinstance(obj, (Tensor, *_PLAIN)) or callable(obj) and not hasattr(obj, "__dict__"):
+            return
+        if id(obj) in self._saved:
+            return
+        if type(obj) in (list, set) or isinstance(obj, dict):
+            self._saved[id(obj)] = (obj, obj.copy())
+            for item in list(obj.values() if isinstance(obj, dict) else obj):
+                self.add(item, depth - 1)
+        elif isinstance(obj, torch.nn.Module) or (hasattr(obj, "__dict__") and not isinstance(obj, type)):
+            attributes = obj.__dict__
+            self._saved[id(obj)] = (obj, dict(attributes))
+            for name, item in list(attributes.items()):
+                if name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "config"):
+                    continue
+                if type(item) in (list, set) or isinstance(item, dict):
+                    self.add(item, 1 if isinstance(obj, torch.nn.Module) else depth - 1)
+                elif not isinstance(obj, torch.nn.Module):
+                    self.add(item, depth - 1)
+
+    def restore(self) -> None:
+        for obj, saved in self._saved.values():
+            if type(obj) is list:
+                obj[:] = saved
+            elif isinstance(obj, dict):
+                if len(obj) != len(saved) or any(obj.get(k, LEAF) is not v for k, v in saved.items()):
+                    obj.clear()
+                    obj.update(saved)
+            elif type(obj) is set:
+                obj.clear()
+                obj.update(saved)
+            else:
+                attributes = obj.__dict__
+                if len(attributes) != len(saved) or any(attributes.get(k, LEAF) is not v for k, v in saved.items()):
+                    attributes.clear()
+                    attributes.update(saved)
