@@ -8,8 +8,9 @@
                                                               `abort`, cuts its own connections: its wait raises
                                                               both raise PeerFailed(rank=2, trace=...)
 
-A rank that is killed posts nothing: its connections end, which raises at its peers, and its heartbeat in the store
-stops, which tells them who it was. The rank that hosts the store takes it along, which tells the same.
+A rank that is killed posts nothing: its connections end and its heartbeat in the store stops, which together tell who
+it was, to those who wait for it and to the rank before it, which looks after it. Either alone proves nothing: a thread
+may be starved by a long call, and a rank that is done may go. The host of the store takes that along, which is proof.
 
 One daemon thread per process does the beating and looking; the main thread only comes here when something raised.
 """
@@ -36,8 +37,8 @@ from smpar.errors import CommError, PeerFailed
 
 TICK = 0.2  # s between two looks at the store
 BEAT = 0.5  # s between two heartbeats
-STALE = 2.0  # s without a beat after a connection broke: dead
-SILENT = 60.0  # s without a beat while all connections stand: dead machine. Long, as a thread may be starved
+STALE = 2.0  # s without a beat, and the connection ended: dead
+SILENT = 60.0  # s without a beat though the connection stands: dead machine. Long, as a thread may be starved
 DOUBT = 4.0  # s after which a broken connection that nothing explains is reported as just that
 GRACE = 3.0  # s that a rank may go on computing after another failed, before it is interrupted
 LINGER = 2.0  # s that the store's host waits for others to read the reason
@@ -131,6 +132,7 @@ class FailureWatch:
         self._kicked = False
         self._lingered = False
         self._beats = 0
+        self._store_answers = True
         self._thread: threading.Thread | None = None
         self._old_hook: Callable[..., object] | None = None
 
@@ -143,6 +145,7 @@ class FailureWatch:
 
     def start(self) -> None:
         """First heartbeat, then the thread. All ranks must have started before any of them may be suspected."""
+        self._tell("ends", json.dumps(sorted(self._connections.own_ends())))
         self._beat()
         self._thread = threading.Thread(target=self._run, name="smpar-failure-watch", daemon=True)
         self._thread.start()
@@ -158,8 +161,7 @@ class FailureWatch:
         if sys.excepthook == self._excepthook and self._old_hook is not None:
             sys.excepthook = self._old_hook
         if os.getpid() == self._pid:
-            with contextlib.suppress(RuntimeError):
-                self._store.set(f"left/{self._rank}", "1")
+            self._tell("left", "1")
             if self._host == self._rank and self._reason is None:
                 self._await("left", patience)
             if self._reason is not None:
@@ -252,13 +254,19 @@ class FailureWatch:
                 return
             self._reason = reason
         self._known.set()
-        with contextlib.suppress(RuntimeError):
-            self._store.set(f"ack/{self._rank}", "1")
+        self._tell("ack", "1")
         self._connections.cut()
         if self._abort_devices is not None:
             threading.Thread(target=self._abort_devices, name="smpar-abort-devices", daemon=True).start()
 
+    def _tell(self, key: str, value: str) -> None:
+        """Sets this rank's ``key``; in vain if the store is gone, which `_run` finds and says."""
+        if self._store_answers:
+            with contextlib.suppress(RuntimeError):
+                self._store.set(f"{key}/{self._rank}", value)
+
     def _store_lost(self) -> Reason:
+        self._store_answers = False
         if self._host is None or self._host == self._rank:
             return Reason(-1, "broken", "the launcher's key-value store does not answer")
         return Reason(self._host, "died", "the key-value store that it serves is gone")
@@ -273,7 +281,7 @@ class FailureWatch:
         """Waits until all ranks but the dead one have set their ``key``."""
         end = time.monotonic() + patience
         missing = set(range(self._size)) - {self._rank}
-        while missing and time.monotonic() < end and (key == "ack" or self._reason is None):
+        while missing and self._store_answers and time.monotonic() < end and (key == "ack" or self._reason is None):
             if self._reason is not None:
                 missing.discard(self._reason.rank)
             try:
@@ -291,29 +299,25 @@ class FailureWatch:
     # -- the thread
 
     def _run(self) -> None:
-        pulses = _Pulses(self._store, self._rank, self._size)
+        pulses = _Pulses(self._store)
         next_beat = time.monotonic() + BEAT
         suspected_since = learnt_at = 0.0
-        store_answers = True
         while not self._stopping:
             self._wake.wait(TICK)
             self._wake.clear()
             now = time.monotonic()
             try:
-                if store_answers and now >= next_beat:
+                if self._store_answers and now >= next_beat:
                     self._beat()
                     next_beat = now + BEAT
-                    if not self._suspicious and self._reason is None and self._neighbour_ended(pulses, now):
-                        self._suspicious = True
+                    if self._reason is None:
+                        self._look_after_next(pulses, now)
                 if self._reason is None and self._store.check(["abort"]):
                     self._learn(Reason(**json.loads(self._store.get("abort"))))
                 if self._reason is None and self._suspicious:
-                    if not suspected_since:
-                        suspected_since = now
-                        pulses.forget()
-                    self._decide(pulses, now, suspected_since)
+                    suspected_since = suspected_since or now
+                    self._explain(pulses, now, now - suspected_since)
             except RuntimeError:  # torch's store errors
-                store_answers = False
                 self._learn(self._store_lost())
             if self._reason is not None:
                 learnt_at = learnt_at or now
@@ -322,29 +326,36 @@ class FailureWatch:
 
     def _beat(self) -> None:
         self._beats += 1
-        self._store.set(f"beat/{self._rank}", str(self._beats))
+        self._tell("beat", str(self._beats))
 
-    def _neighbour_ended(self, pulses: _Pulses, now: float) -> bool:
-        # Each looks after the next one only, so that the store's load grows with the ranks, not with their square.
-        # A rank that left is no failure as long as nobody waits for it.
-        neighbour = (self._rank + 1) % self._size
-        age = pulses.age(neighbour, now)
-        if age < STALE or self._store.check([f"left/{neighbour}"]):
-            return False
-        return age >= SILENT or self._connections.broken()
-
-    def _decide(self, pulses: _Pulses, now: float, since: float) -> None:
-        others = [r for r in range(self._size) if r != self._rank]
-        left = [r for r in others if self._store.check([f"left/{r}"])]
-        for r in others:
-            age = pulses.age(r, now)
-            if r not in left and age >= STALE:
-                self._post(Reason(r, "died", f"no heartbeat for {age:.1f} s"))
+    def _look_after_next(self, pulses: _Pulses, now: float) -> None:
+        # Each looks after one other only, so that the store's load grows with the ranks, not with their square.
+        for step in range(1, self._size):
+            rank = (self._rank + step) % self._size
+            if not pulses.left(rank):
+                age = pulses.age(rank, now)
+                if age >= SILENT or (age >= STALE and self._connection_ended(rank)):
+                    self._post(Reason(rank, "died", f"no heartbeat for {age:.1f} s"))
                 return
-        if now - since >= (STALE + BEAT if left else DOUBT):
-            what = "a connection broke, though all ranks are alive"
+
+    def _explain(self, pulses: _Pulses, now: float, doubt: float) -> None:
+        """A transfer failed ``doubt`` seconds ago, and no rank has said why: who is gone?"""
+        others = [r for r in range(self._size) if r != self._rank]
+        left = [r for r in others if pulses.left(r)]
+        for rank in others:
+            age = pulses.age(rank, now)
+            if rank not in left and age >= STALE and self._connection_ended(rank) is not False:
+                self._post(Reason(rank, "died", f"no heartbeat for {age:.1f} s"))
+                return
+        if left and doubt >= STALE + BEAT:
             gone = "had left (end of its script, or smpar's close) while others still needed it"
-            self._post(Reason(left[0], "left", gone) if left else Reason(-1, "broken", what))
+            self._post(Reason(left[0], "left", gone))
+        elif doubt >= DOUBT:
+            self._post(Reason(-1, "broken", "a connection broke, though all ranks are alive"))
+
+    def _connection_ended(self, rank: int) -> bool | None:
+        ends = json.loads(self._store.get(f"ends/{rank}"))
+        return self._connections.ended_with({(address, port) for address, port in ends})
 
     # -- interrupting a rank that computes on
 
@@ -368,12 +379,10 @@ class FailureWatch:
 class _Pulses:
     """When each rank's heartbeat last changed, by this process's clock: ranks need no common time."""
 
-    def __init__(self, store: Store, rank: int, size: int) -> None:
-        self._store, self._rank, self._size = store, rank, size
+    def __init__(self, store: Store) -> None:
+        self._store = store
         self._seen: dict[int, tuple[bytes, float]] = {}
-
-    def forget(self) -> None:
-        self._seen.clear()
+        self._left: set[int] = set()
 
     def age(self, rank: int, now: float) -> float:
         """Seconds since the beat of ``rank`` changed, as far as this was looked at."""
@@ -381,3 +390,9 @@ class _Pulses:
         if rank not in self._seen or self._seen[rank][0] != beat:
             self._seen[rank] = (beat, now)
         return now - self._seen[rank][1]
+
+    def left(self, rank: int) -> bool:
+        """Whether ``rank`` said good-bye."""
+        if rank not in self._left and self._store.check([f"left/{rank}"]):
+            self._left.add(rank)
+        return rank in self._left

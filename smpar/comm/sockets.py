@@ -13,12 +13,13 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 TABLE = "/proc/self/fd"
 ESTABLISHED = 1
 
+Address = tuple[str, int]
 Ends = tuple[Any, Any]
 
 
@@ -59,17 +60,21 @@ class Connections:
         new = {ends for ends, _ in _connections()} - before
         self._ends |= {ends for ends in new if but_port not in (ends[0][1], ends[1][1])}
 
-    def __len__(self) -> int:
-        return len(self._ends)
+    def own_ends(self) -> frozenset[Address]:
+        """This process's addresses among them: what peers need to tell whose connection ended."""
+        return frozenset(own[:2] for own, _ in self._ends)
 
-    def broken(self) -> bool:
-        """Whether any of them has ended: evidence that some peer's process is gone."""
+    def ended_with(self, peer: Collection[Address]) -> bool | None:
+        """Whether any connection to the process that owns these addresses has ended; None if there never was one."""
+        with_peer = {ends for ends in self._ends if ends[1][:2] in peer}
+        if not with_peer:
+            return None
         alive = {
             ends
             for ends, copy in _connections()
-            if ends in self._ends and copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == ESTABLISHED
+            if ends in with_peer and copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == ESTABLISHED
         }
-        return len(alive) < len(self._ends)
+        return len(alive) < len(with_peer)
 
     def cut(self) -> int:
         """Ends all of them, waking whoever waits at either end; returns how many there were."""

@@ -31,7 +31,6 @@ from smpar.mesh import AXES, Axis, Mesh
 
 TIMEOUT = timedelta(minutes=30)
 
-_generation = 0  # worlds opened so far by this process: gives each its own keys in a store that outlives them
 _current: World | None = None
 
 
@@ -98,8 +97,6 @@ class World:
         Raises:
             MeshError: the number of processes does not fit the degrees.
         """
-        global _generation
-        _generation += 1
         given = dist.is_initialized()
         rank, size = _rank_and_size(given)
         mesh = Mesh(size, config.pipeline_parallel_degree, config.tensor_parallel_degree, config.placement)
@@ -111,8 +108,10 @@ class World:
             store: Store = dist.distributed_c10d._get_default_store()
         else:
             store = _rendezvous(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), rank, size)
+        # The store outlives its worlds: each rank counts its worlds there, all count alike, so each has its own keys.
+        prefix = f"smpar/{store.add(f'smpar/worlds of {rank}', 1)}"
         own_client = store.clone()  # type: ignore[attr-defined]  # so that the watch blocks nobody and nobody blocks it
-        store = PrefixStore(f"smpar/{_generation}", store)
+        store = PrefixStore(prefix, store)
         local_rank, local_size, instance_id = _locality(store, rank, size)
         world = cls(mesh, rank, local_rank, local_size, instance_id)
         if world.device.type == "cuda":
@@ -121,7 +120,7 @@ class World:
             world._make_groups(store, given, timeout)
         launcher_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         world.watch = FailureWatch(
-            PrefixStore(f"smpar/{_generation}/watch", own_client),
+            PrefixStore(f"{prefix}/watch", own_client),
             rank,
             size,
             connections,
