@@ -15,7 +15,7 @@ import functools
 import os
 import socket
 from collections import deque
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from smpar.comm.failure import FailureWatch
 from smpar.comm.sockets import Connections
 from smpar.config import Config
-from smpar.errors import NotInitialized
+from smpar.errors import MeshError, NotInitialized
 from smpar.mesh import AXES, Axis, Mesh
 
 TIMEOUT = timedelta(minutes=30)
@@ -95,13 +95,13 @@ class World:
             timeout: how long a collective or transfer may wait.
 
         Raises:
-            MeshError: the number of processes does not fit the degrees.
+            MeshError: the number of processes does not fit the degrees, or the machine's GPUs.
         """
         given = dist.is_initialized()
         rank, size = _rank_and_size(given)
         mesh = Mesh(size, config.pipeline_parallel_degree, config.tensor_parallel_degree, config.placement)
         if size == 1:
-            return cls(mesh, 0, int(os.environ.get("LOCAL_RANK", 0)), 1, int(os.environ.get("GROUP_RANK", 0)))
+            return cls(mesh, 0, 0, 1, 0)
 
         connections = Connections()
         if given:
@@ -115,7 +115,7 @@ class World:
         local_rank, local_size, instance_id = _locality(store, rank, size)
         world = cls(mesh, rank, local_rank, local_size, instance_id)
         if world.device.type == "cuda":
-            torch.cuda.set_device(world.device)
+            _use_device(world)
         with connections.recording(but_port=int(os.environ.get("MASTER_PORT", -1))):
             world._make_groups(store, given, timeout)
         launcher_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -162,17 +162,13 @@ class World:
 
     # -- failure
 
-    @contextlib.contextmanager
-    def guard(self) -> Iterator[None]:
+    def guard(self) -> AbstractContextManager[None]:
         """Around work that ranks do together: see `FailureWatch.guard`."""
-        with self.watch.guard() if self.watch else contextlib.nullcontext():
-            yield
+        return self.watch.guard() if self.watch else contextlib.nullcontext()
 
-    @contextlib.contextmanager
-    def translating(self) -> Iterator[None]:
+    def translating(self) -> AbstractContextManager[None]:
         """Around a single transfer: see `FailureWatch.translating`."""
-        with self.watch.translating() if self.watch else contextlib.nullcontext():
-            yield
+        return self.watch.translating() if self.watch else contextlib.nullcontext()
 
     # -- life
 
@@ -233,6 +229,17 @@ def _default_group() -> dist.ProcessGroup:
     group = dist.group.WORLD
     assert group is not None
     return group
+
+
+def _use_device(world: World) -> None:
+    count = torch.cuda.device_count()
+    if world.local_rank >= count:
+        raise MeshError(
+            "each process of a machine has a GPU of its own",
+            f"local rank {world.local_rank}, {count} GPUs visible",
+            f"torchrun --nproc-per-node {count} ..., or CUDA_VISIBLE_DEVICES= to train on CPUs",
+        )
+    torch.cuda.set_device(world.device)
 
 
 def _rank_and_size(given: bool) -> tuple[int, int]:

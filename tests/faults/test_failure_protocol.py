@@ -121,9 +121,10 @@ def test_a_rank_that_raises_and_lives_on_stops_all(pool: Pool, how: str) -> None
     check(outcomes, 2, AIM, "rank 2 raised Boom: no such luck")
 
 
-def test_the_host_of_the_store_that_raises_is_heard_before_it_goes(pool: Pool) -> None:
-    outcomes = pool.run_fresh(4, waits, "reduction", 0, "raise")
-    check(outcomes, 0, AIM, "rank 0 raised Boom: no such luck")
+@pytest.mark.parametrize(("how", "within"), [("reduction", AIM), ("sleep", LIMIT)])
+def test_the_host_of_the_store_that_raises_is_heard_before_it_goes(pool: Pool, how: str, within: float) -> None:
+    outcomes = pool.run_fresh(4, waits, how, 0, "raise")
+    check(outcomes, 0, within, "rank 0 raised Boom: no such luck")
 
 
 @pytest.mark.parametrize(("failing", "fault"), [(2, "kill"), (2, "exit"), (0, "kill")])
