@@ -5,7 +5,7 @@
 
 Directions and pairs are independent of each other. Both ends take order, shapes and types from the schedule.
 
-What gloo does, measured on torch 2.13: ``send`` returns after some 50 us, and completes only once the peer has posted
+What gloo does, measured on torch 2.13: ``send`` returns after some 10 us, and completes only once the peer has posted
 the matching receive, whatever the size; whether it has completed cannot be asked, only waited for. So a send must not
 be waited for where the peer may still be busy, and what was sent is kept until it may.
 """
