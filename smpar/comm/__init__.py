@@ -1,0 +1,1 @@
+"""Process groups, messages, ordered point-to-point channels, and stopping together."""

@@ -1,0 +1,223 @@
+"""Tensors from rank to rank: one channel per directed pair, first in, first out, no metadata.
+
+    rank 0: send(1, a), send(1, b)          rank 1: x = post_recv(0, buffer), y = post_recv(0, other)
+                                                    x.wait() has a, y.wait() has b: the n-th receive gets the n-th send
+
+Directions and pairs are independent of each other. Both ends take order, shapes and types from the schedule.
+
+What gloo does, measured on torch 2.13: ``send`` returns after some 50 us, and completes only once the peer has posted
+the matching receive, whatever the size; whether it has completed cannot be asked, only waited for. So a send must not
+be waited for where the peer may still be busy, and what was sent is kept until it may.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol, cast
+
+import torch
+import torch.distributed as dist
+
+from smpar.comm.world import World
+from smpar.errors import CommError
+
+TAG = 7200
+KEPT = 32  # sends to one peer kept before a thread starts to wait for the oldest and let them go
+
+
+class Handle(Protocol):
+    """A receive under way."""
+
+    def wait(self) -> torch.Tensor:
+        """The tensor, filled.
+
+        Raises:
+            CommError: the connection ended.
+        """
+        ...
+
+
+class Channels(Protocol):
+    """Point-to-point transfers of one rank with its peers, named by global rank."""
+
+    def post_recv(self, src: int, tensor: torch.Tensor) -> Handle:
+        """Starts the next receive from ``src`` into ``tensor`` (contiguous); do not read it before ``wait``."""
+        ...
+
+    def send(self, dst: int, tensor: torch.Tensor) -> None:
+        """Starts the next send to ``dst`` and returns; do not change ``tensor`` before ``finish``."""
+        ...
+
+    def finish(self) -> None:
+        """Waits until all sends are received: at the end of a step."""
+        ...
+
+
+def open_channels(world: World, device: torch.device) -> Channels | None:
+    """Channels for tensors on ``device``, among all ranks of this rank's pipeline group; None if it is alone there.
+
+    All ranks of the world call this together.
+    """
+    if world.axis_size("pp") == 1:
+        return None
+    return NcclChannels(world) if device.type == "cuda" else GlooChannels(world)
+
+
+class _Transfers(Protocol):
+    """The two members of torch's gloo backend that are used; its stub lacks them."""
+
+    def send(self, tensors: list[torch.Tensor], dst: int, tag: int, /) -> dist.Work: ...
+    def recv(self, tensors: list[torch.Tensor], src: int, tag: int, /) -> dist.Work: ...
+
+
+class _GlooHandle:
+    __slots__ = ("_tensor", "_work")
+
+    def __init__(self, work: dist.Work, tensor: torch.Tensor) -> None:
+        self._work, self._tensor = work, tensor
+
+    def wait(self) -> torch.Tensor:
+        _wait(self._work)
+        return self._tensor
+
+
+class GlooChannels:
+    """Channels over the world's gloo group, tag `TAG`."""
+
+    def __init__(self, world: World) -> None:
+        # The backend itself: torch.distributed.isend adds checks and look-ups, some 10 us each.
+        self._gloo = cast(_Transfers, world.process_group("world")._get_backend(torch.device("cpu")))
+        self._sent: dict[int, deque[tuple[dist.Work, torch.Tensor]]] = {}
+        self._reapers: dict[int, _Reaper] = {}
+
+    def post_recv(self, src: int, tensor: torch.Tensor) -> _GlooHandle:
+        """See `Channels.post_recv`."""
+        return _GlooHandle(_start(self._gloo.recv, tensor, src), tensor)
+
+    def send(self, dst: int, tensor: torch.Tensor) -> None:
+        """See `Channels.send`."""
+        tensor = tensor.contiguous()
+        sent = self._sent.get(dst)
+        if sent is None:
+            sent = self._sent[dst] = deque()
+        sent.append((_start(self._gloo.send, tensor, dst), tensor))
+        if len(sent) > KEPT:
+            if dst not in self._reapers:
+                self._reapers[dst] = _Reaper(dst)
+            self._reapers[dst].take(*sent.popleft())
+
+    def finish(self) -> None:
+        """See `Channels.finish`.
+
+        Raises:
+            CommError: a connection ended.
+        """
+        for reaper in self._reapers.values():
+            reaper.finish()
+        self._reapers.clear()
+        for sent in self._sent.values():
+            while sent:
+                _wait(sent.popleft()[0])
+
+
+class _Reaper:
+    """A thread that waits for old sends to one peer, so that their memory goes before the step ends.
+
+    Only a rank that is far ahead of its peer gets one (`KEPT`), and it costs the main thread nothing but the start.
+    """
+
+    def __init__(self, dst: int) -> None:
+        self._queue: queue.SimpleQueue[tuple[dist.Work, torch.Tensor] | None] = queue.SimpleQueue()
+        self._error: CommError | None = None
+        self._thread = threading.Thread(target=self._run, name=f"smpar-sends-to-{dst}", daemon=True)
+        self._thread.start()
+
+    def take(self, work: dist.Work, tensor: torch.Tensor) -> None:
+        self._queue.put((work, tensor))
+
+    def finish(self) -> None:
+        self._queue.put(None)
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            try:
+                _wait(item[0])
+            except CommError as error:
+                self._error = error
+            del item
+
+
+class _NcclHandle:
+    __slots__ = ("_tensor", "_work")
+
+    def __init__(self, work: dist.Work, tensor: torch.Tensor) -> None:
+        self._work, self._tensor = work, tensor
+
+    def wait(self) -> torch.Tensor:
+        self._work.wait()  # the current stream waits, not the process
+        return self._tensor
+
+
+class NcclChannels:
+    """Channels over NCCL: a communicator of two ranks, hence a stream, for each directed pair of the pipeline group.
+
+    One communicator for both directions, or for all pairs, would order what must be independent, and hang.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._rank = world.rank
+        self._pairs: dict[tuple[int, int], dist.ProcessGroup] = {}
+        self._sent: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        for ranks in world.mesh.groups("pp"):
+            for src, dst in itertools.permutations(ranks, 2):
+                # Every rank of the world makes every pair, in the same order: torch names groups by counting them.
+                pair = dist.new_group([src, dst], backend="nccl", group_desc=f"smpar {src} to {dst}")
+                if world.rank in (src, dst):
+                    self._pairs[src, dst] = pair
+
+    def post_recv(self, src: int, tensor: torch.Tensor) -> _NcclHandle:
+        """See `Channels.post_recv`."""
+        pair = self._pairs[src, self._rank]
+        return _NcclHandle(pair.recv([tensor], dist.get_group_rank(pair, src), 0), tensor)
+
+    def send(self, dst: int, tensor: torch.Tensor) -> None:
+        """See `Channels.send`."""
+        pair, tensor = self._pairs[self._rank, dst], tensor.contiguous()
+        work = pair.send([tensor], dist.get_group_rank(pair, dst), 0)
+        self._sent.append((work, tensor))
+        while self._sent and self._sent[0][0].is_completed():
+            self._sent.popleft()
+
+    def finish(self) -> None:
+        """See `Channels.finish`: the current stream waits, not the process."""
+        while self._sent:
+            self._sent.popleft()[0].wait()
+
+
+def _start(transfer: Callable[[list[torch.Tensor], int, int], dist.Work], tensor: torch.Tensor, peer: int) -> dist.Work:
+    try:
+        return transfer([tensor], peer, TAG)
+    except RuntimeError as error:
+        raise _ended(error) from error
+
+
+def _wait(work: dist.Work) -> None:
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise _ended(error) from error
+
+
+def _ended(error: RuntimeError) -> CommError:
+    return CommError(
+        "both ranks of a transfer must go on until it is done",
+        str(error).split("\n")[0],
+        "look for the first error among the other ranks' logs",
+    )

@@ -1,0 +1,265 @@
+"""The processes of a job, seen from one of them: its ranks, its groups, and the watch that stops all together.
+
+    torchrun's environment ──▶ store ──▶ world group ──▶ pp, tp, rdp, mp, dp groups ──▶ failure watch
+    plain ``python``       ──▶ a world of one: no process group, no thread
+
+A group of `World` carries both CPU and, on CUDA, device tensors: gloo for the former (objects too), NCCL for the
+latter.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import os
+import socket
+from collections import deque
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+
+from smpar.comm.failure import FailureWatch
+from smpar.comm.sockets import Connections
+from smpar.config import Config
+from smpar.errors import NotInitialized
+from smpar.mesh import AXES, Axis, Mesh
+
+TIMEOUT = timedelta(minutes=30)
+
+_generation = 0  # worlds opened so far by this process: gives each its own keys in a store that outlives them
+_current: World | None = None
+
+
+def current() -> World:
+    """The world that ``smpar.init`` opened.
+
+    Raises:
+        NotInitialized: ``smpar.init`` has not run.
+    """
+    if _current is None:
+        raise NotInitialized(
+            "smpar.init must run before anything else of smpar",
+            "it has not run in this process",
+            "import smpar as smp\n    smp.init({...})",
+        )
+    return _current
+
+
+def set_current(world: World | None) -> None:
+    """Makes ``world`` the one that `current` gives; None: there is none."""
+    global _current
+    _current = world
+
+
+def is_initialized() -> bool:
+    """Whether ``smpar.init`` has run."""
+    return _current is not None
+
+
+class World:
+    """This process among all of the job. Make it with `World.open`; `close` undoes that.
+
+    Attributes:
+        mesh: which rank stands where.
+        rank, size: global rank, number of ranks.
+        local_rank, local_size, instance_id: the same within this machine, and the machine's number.
+        device: where this rank computes.
+        mailbox: messages that this rank sent to itself.
+        watch: stops all ranks together; None in a world of one.
+    """
+
+    def __init__(self, mesh: Mesh, rank: int, local_rank: int, local_size: int, instance_id: int) -> None:
+        self.mesh, self.rank, self.size = mesh, rank, mesh.world_size
+        self.local_rank, self.local_size, self.instance_id = local_rank, local_size, instance_id
+        self.device = torch.device("cuda", local_rank) if _on_cuda() else torch.device("cpu")
+        self.mailbox: deque[bytes] = deque()
+        self.watch: FailureWatch | None = None
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._ranks = {axis: mesh.group(axis, rank) for axis in AXES}
+        self._owns_dist = False
+        self._closed = False
+
+    @classmethod
+    def open(cls, config: Config, timeout: timedelta = TIMEOUT) -> World:
+        """Joins the job: all its processes call this, with equal configurations.
+
+        A process group that torch.distributed has already is used (and left alone by `close`); else one is made from
+        torchrun's environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT); without that the world is of size 1.
+
+        Args:
+            config: gives the degrees and the placement.
+            timeout: how long a collective or transfer may wait.
+
+        Raises:
+            MeshError: the number of processes does not fit the degrees.
+        """
+        global _generation
+        _generation += 1
+        given = dist.is_initialized()
+        rank, size = _rank_and_size(given)
+        mesh = Mesh(size, config.pipeline_parallel_degree, config.tensor_parallel_degree, config.placement)
+        if size == 1:
+            return cls(mesh, 0, int(os.environ.get("LOCAL_RANK", 0)), 1, int(os.environ.get("GROUP_RANK", 0)))
+
+        connections = Connections()
+        if given:
+            store: Store = dist.distributed_c10d._get_default_store()
+        else:
+            store = _rendezvous(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), rank, size)
+        own_client = store.clone()  # type: ignore[attr-defined]  # so that the watch blocks nobody and nobody blocks it
+        store = PrefixStore(f"smpar/{_generation}", store)
+        local_rank, local_size, instance_id = _locality(store, rank, size)
+        world = cls(mesh, rank, local_rank, local_size, instance_id)
+        if world.device.type == "cuda":
+            torch.cuda.set_device(world.device)
+        with connections.recording(but_port=int(os.environ.get("MASTER_PORT", -1))):
+            world._make_groups(store, given, timeout)
+        launcher_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        world.watch = FailureWatch(
+            PrefixStore(f"smpar/{_generation}/watch", own_client),
+            rank,
+            size,
+            connections,
+            store_host=None if launcher_serves else 0,
+            abort_devices=world._abort_devices if world.device.type == "cuda" else None,
+        )
+        world.watch.start()
+        dist.barrier(group=world.process_group("world"))  # all hearts beat before anyone may call one dead
+        atexit.register(world.close)
+        return world
+
+    # -- who and with whom
+
+    def group(self, axis: Axis) -> list[int]:
+        """Global ranks of this rank's group along ``axis``, ascending."""
+        return list(self._ranks[axis])
+
+    def axis_rank(self, axis: Axis) -> int:
+        """This rank's place in its group along ``axis``."""
+        return self._ranks[axis].index(self.rank)
+
+    def axis_size(self, axis: Axis) -> int:
+        """How many ranks this rank's group along ``axis`` has."""
+        return len(self._ranks[axis])
+
+    def process_group(self, axis: Axis) -> dist.ProcessGroup:
+        """The process group of this rank's group along ``axis``.
+
+        In a world of one it is made here, at its first use: nothing else needs torch.distributed then.
+        """
+        ranks = self._ranks[axis]
+        if ranks not in self._groups:
+            assert self.size == 1, "all groups of a larger world are made when it opens"
+            if not dist.is_initialized():
+                dist.init_process_group(_backend(), store=HashStore(), rank=0, world_size=1)
+                self._owns_dist = True
+            self._groups[ranks] = _default_group()
+        return self._groups[ranks]
+
+    # -- failure
+
+    @contextlib.contextmanager
+    def guard(self) -> Iterator[None]:
+        """Around work that ranks do together: see `FailureWatch.guard`."""
+        with self.watch.guard() if self.watch else contextlib.nullcontext():
+            yield
+
+    @contextlib.contextmanager
+    def translating(self) -> Iterator[None]:
+        """Around a single transfer: see `FailureWatch.translating`."""
+        with self.watch.translating() if self.watch else contextlib.nullcontext():
+            yield
+
+    # -- life
+
+    def close(self) -> None:
+        """Leaves the job: ends the watch and the process groups; the process may open another world. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        if self.watch is not None:
+            self.watch.close()
+        if self._owns_dist and dist.is_initialized():
+            dist.destroy_process_group()
+        else:
+            for group in self._groups.values():
+                if dist.is_initialized() and group is not _default_group():
+                    dist.destroy_process_group(group)
+        self._groups.clear()
+        if _current is self:
+            set_current(None)
+
+    def _make_groups(self, store: Store, given: bool, timeout: timedelta) -> None:
+        backend = _backend()
+        everyone = tuple(range(self.size))
+        if given:
+            # The user's own group may lack a backend for objects, and its connections are the user's.
+            made = {everyone: dist.new_group(list(everyone), timeout=timeout, backend=backend)}
+        else:
+            dist.init_process_group(
+                backend, store=PrefixStore("world", store), rank=self.rank, world_size=self.size, timeout=timeout
+            )
+            self._owns_dist = True
+            made = {everyone: _default_group()}
+        for axis in AXES:
+            for ranks in self.mesh.groups(axis):
+                if len(ranks) > 1 and ranks not in made:
+                    # Every rank makes every group, in the same order: torch names groups by counting them.
+                    made[ranks] = dist.new_group(list(ranks), timeout=timeout, backend=backend)
+        alone = (self.rank,)
+        made[alone] = dist.new_group(list(alone), timeout=timeout, backend=backend, use_local_synchronization=True)
+        self._groups = {ranks: group for ranks, group in made.items() if self.rank in ranks}
+
+    def _abort_devices(self) -> None:
+        for group in self._groups.values():
+            with contextlib.suppress(RuntimeError):  # never used on the device: no communicator to abort
+                group._get_backend(torch.device("cuda")).abort()
+
+
+def _on_cuda() -> bool:
+    return torch.cuda.is_available() and dist.is_nccl_available()
+
+
+def _backend() -> str:
+    return "cpu:gloo,cuda:nccl" if _on_cuda() else "gloo"
+
+
+def _default_group() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def _rank_and_size(given: bool) -> tuple[int, int]:
+    if given:
+        return dist.get_rank(), dist.get_world_size()
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return 0, 1
+
+
+@functools.lru_cache(maxsize=1)
+def _rendezvous(address: str, port: int, rank: int, size: int) -> Store:
+    """The job's store. It lives as long as the process: a server stopped and started again would lose its clients."""
+    launcher_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    serves = rank == 0 and not launcher_serves
+    return TCPStore(address, port, size, serves, timeout=timedelta(minutes=5), multi_tenant=True)
+
+
+def _locality(store: Store, rank: int, size: int) -> tuple[int, int, int]:
+    """Local rank, local size, machine number: from torchrun, else by comparing host names."""
+    env: dict[str, Any] = dict(os.environ)
+    if "LOCAL_RANK" in env and "LOCAL_WORLD_SIZE" in env:
+        local_size = int(env["LOCAL_WORLD_SIZE"])
+        return int(env["LOCAL_RANK"]), local_size, int(env.get("GROUP_RANK", rank // local_size))
+    store.set(f"host/{rank}", socket.gethostname())
+    hosts = [store.get(f"host/{r}") for r in range(size)]
+    here = [r for r in range(size) if hosts[r] == hosts[rank]]
+    machines = list(dict.fromkeys(hosts))
+    return here.index(rank), len(here), machines.index(hosts[rank])
