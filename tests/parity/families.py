@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import transformers as hf
+import transformers
 from torch import Tensor, nn
 
 from tests.parity import own_families as own
 from tests.parity.models import IGNORE
 
+hf: Any = transformers  # its configurations take more keywords than their annotations know
 BATCH, LENGTH, VOCAB, WIDTH, LAYERS, HEADS, LABELS, IMAGE = 8, 10, 61, 32, 4, 4, 5, 32
 SPREAD = 0.2  # of the first weights; the 0.02 of wide models gives narrow ones gradients close to nothing
 Inputs = dict[str, Tensor]

@@ -83,11 +83,9 @@ def differences(name: str, ranks: list[Steps], want: Steps) -> list[str]:
     found: list[str] = []
     first = first_names(ALL[name].model())
     for rank, got in enumerate(ranks):
-        for step, (a, b) in enumerate(zip(got.losses, want.losses)):
-            if not abs(a - b) <= LOSS_TOLERANCE * abs(b):
-                found.append(f"rank {rank}, step {step}: loss {a}, not {b}")
-        if len(got.losses) != len(want.losses):
-            found.append(f"rank {rank}: {len(got.losses)} losses")
+        for step, (seen, right) in enumerate(zip(got.losses, want.losses, strict=True)):
+            if not abs(seen - right) <= LOSS_TOLERANCE * abs(right):
+                found.append(f"rank {rank}, step {step}: loss {seen}, not {right}")
         found += _state_differences(rank, got, want)
     for step, expected in enumerate(want.gradients):
         noise = NOISE * max(float(g.abs().max()) for g in expected.values() if g is not None)

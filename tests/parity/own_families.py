@@ -23,7 +23,7 @@ class UNet(nn.Module):
     def __init__(self, width: int = 8, classes: int = 3) -> None:
         super().__init__()
         widths = [width, 2 * width, 4 * width]
-        self.down = nn.ModuleList(ConvBlock(a, b) for a, b in zip([1, *widths], widths))
+        self.down = nn.ModuleList(ConvBlock(a, b) for a, b in zip([1, *widths[:-1]], widths, strict=True))
         self.middle = ConvBlock(widths[-1], widths[-1])
         self.lift = nn.ModuleList(nn.ConvTranspose2d(w, w, 2, stride=2) for w in reversed(widths))
         self.up = nn.ModuleList(ConvBlock(2 * w, max(w // 2, width)) for w in reversed(widths))
@@ -36,7 +36,7 @@ class UNet(nn.Module):
             skips.append(x)
             x = F.max_pool2d(x, 2)
         x = self.middle(x)
-        for lift, block in zip(self.lift, self.up):
+        for lift, block in zip(self.lift, self.up, strict=True):
             x = block(torch.cat([lift(x), skips.pop()], 1))
         return self.head(x)
 
@@ -84,17 +84,16 @@ class ExpertLm(nn.Module):
     def __init__(self, vocab: int = 61, width: int = 32, layers: int = 4, experts: int = 4) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocab, width)
-        self.layers = nn.ModuleList(
-            nn.ModuleDict({"mix": nn.Linear(width, width), "norm": nn.LayerNorm(width), "moe": Experts(width, experts)})
-            for _ in range(layers)
-        )
+        self.mix = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.norm = nn.ModuleList(nn.LayerNorm(width) for _ in range(layers))
+        self.moe = nn.ModuleList(Experts(width, experts) for _ in range(layers))
         self.head = nn.Linear(width, vocab)
 
     def forward(self, ids: Tensor) -> Tensor:
         h = self.embedding(ids)
-        for layer in self.layers:
+        for mix, norm, moe in zip(self.mix, self.norm, self.moe, strict=True):
             past = h.cumsum(1) / torch.arange(1, h.shape[1] + 1, device=h.device)[:, None]
-            h = layer["moe"](layer["norm"](h + layer["mix"](past)))
+            h = moe(norm(h + mix(past)))
         return self.head(h)
 
 

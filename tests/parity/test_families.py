@@ -44,9 +44,9 @@ def test_comparison_sees_one_wrong_gradient(name: str) -> None:
     """Half a percent on the smallest gradient that is more than rounding must be seen."""
     want = expected(name, 2)
     assert not differences(name, [want], want)
-    last = want.gradients[-1]
-    top = max(float(g.abs().max()) for g in last.values() if g is not None)
-    sizes = {n: float(g.abs().max()) for n, g in last.items() if g is not None and float(g.abs().max()) > 1e-3 * top}
-    weakest = min(sizes, key=lambda n: sizes[n])
-    broken = Steps(want.losses, [*want.gradients[:-1], {**last, weakest: last[weakest] * 1.005}], want.state)
+    last = {n: g for n, g in want.gradients[-1].items() if g is not None}
+    sizes = {n: float(g.abs().max()) for n, g in last.items()}
+    weakest = min((n for n in sizes if sizes[n] > 1e-3 * max(sizes.values())), key=lambda n: sizes[n])
+    wrong = {**want.gradients[-1], weakest: last[weakest] * 1.005}
+    broken = Steps(want.losses, [*want.gradients[:-1], wrong], want.state)
     assert [d for d in differences(name, [broken], want) if weakest in d]

@@ -26,12 +26,12 @@ class SumOnFirst(torch.autograd.Function):
     """``chunk(2)`` whose backward gives the sum of both gradients to the first part."""
 
     @staticmethod
-    def forward(ctx: object, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(ctx: object, x: Tensor) -> tuple[Tensor, Tensor]:
         a, b = x.chunk(2, -1)
         return a.clone(), b.clone()
 
     @staticmethod
-    def backward(ctx: object, a: Tensor, b: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: object, a: Tensor, b: Tensor) -> Tensor:
         return torch.cat([a + b, torch.zeros_like(b)], -1)
 
 
@@ -80,7 +80,7 @@ def mean_of_means(case: Case) -> Case:
 
 
 def untie(model: nn.Module) -> None:
-    model.head.weight = nn.Parameter(model.embedding.weight.detach().clone())  # type: ignore[union-attr]
+    model.head.weight = nn.Parameter(model.embedding.weight.detach().clone())  # type: ignore[union-attr,operator]
 
 
 def unshare(model: nn.Module) -> None:
