@@ -14,7 +14,7 @@ import contextlib
 import functools
 import os
 import socket
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -31,7 +31,8 @@ from smpar.mesh import AXES, Axis, Mesh
 
 TIMEOUT = timedelta(minutes=30)
 
-_generation = 0  # worlds opened so far by this process: gives each its own keys in a store that outlives them
+# worlds opened so far by this process at each address: gives each its own keys in a store that outlives them
+_opened: Counter[tuple[str | None, str | None]] = Counter()
 _current: World | None = None
 
 
@@ -98,8 +99,9 @@ class World:
         Raises:
             MeshError: the number of processes does not fit the degrees.
         """
-        global _generation
-        _generation += 1
+        address = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+        _opened[address] += 1
+        prefix = f"smpar/{_opened[address]}"
         given = dist.is_initialized()
         rank, size = _rank_and_size(given)
         mesh = Mesh(size, config.pipeline_parallel_degree, config.tensor_parallel_degree, config.placement)
@@ -112,7 +114,7 @@ class World:
         else:
             store = _rendezvous(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), rank, size)
         own_client = store.clone()  # type: ignore[attr-defined]  # so that the watch blocks nobody and nobody blocks it
-        store = PrefixStore(f"smpar/{_generation}", store)
+        store = PrefixStore(prefix, store)
         local_rank, local_size, instance_id = _locality(store, rank, size)
         world = cls(mesh, rank, local_rank, local_size, instance_id)
         if world.device.type == "cuda":
@@ -121,7 +123,7 @@ class World:
             world._make_groups(store, given, timeout)
         launcher_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         world.watch = FailureWatch(
-            PrefixStore(f"smpar/{_generation}/watch", own_client),
+            PrefixStore(f"{prefix}/watch", own_client),
             rank,
             size,
             connections,
