@@ -1,1 +1,41 @@
-"""smpar: model-parallel training of any ``nn.Module``."""
+"""smpar: model-parallel training of any ``nn.Module``.
+
+::
+
+    import smpar as smp
+
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 4})
+    model = smp.DistributedModel(module)
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
+
+    @smp.step
+    def train_step(model, x, y):
+        loss = F.cross_entropy(model(x), y)
+        model.backward(loss)
+        return loss
+"""
+
+from __future__ import annotations
+
+from smpar.comm.messages import (
+    CommGroup,
+    RankType,
+    allgather,
+    barrier,
+    broadcast,
+    dp_barrier,
+    mp_barrier,
+    pp_barrier,
+    rdp_barrier,
+    recv_from,
+    send,
+    tp_barrier,
+)
+from smpar.errors import SmparError
+from smpar.model import DistributedModel, set_partition
+from smpar.optimizer import DistributedOptimizer, clip_grad_norm_
+from smpar.ranks import *  # noqa: F403
+from smpar.runtime.core import init, is_initialized, is_tracing, shutdown
+from smpar.runtime.partitioning import partition
+from smpar.runtime.step import step
+from smpar.stage.split import StepOutput

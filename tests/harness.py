@@ -100,7 +100,7 @@ def _work(conn: Connection, stacks: str, single: bool) -> None:
                 return
             try:
                 _shutdown()
-            except Exception as error:  # noqa: BLE001 - any error is the call's outcome
+            except Exception as error:
                 if outcome.kind == "result":
                     outcome = _error(error, "in shutdown, after the function had returned\n")
             conn.send_bytes(pickle.dumps(outcome))
@@ -119,7 +119,7 @@ def _call(job: _Job) -> Outcome:
         value = fn(*args)
         pickle.dumps(value)  # a result that cannot travel is this call's error
         outcome = Outcome("result", value)
-    except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
         outcome = _error(error)
     return replace(outcome, seconds=time.perf_counter() - start)
 
@@ -229,7 +229,7 @@ class Pool:
         try:
             start = time.perf_counter()
             outcomes = self._perform(workers, fn, args, timeout)
-            return [self._left(w, o, start, start + timeout) for w, o in zip(workers, outcomes)]
+            return [self._left(w, o, start, start + timeout) for w, o in zip(workers, outcomes, strict=True)]
         finally:
             for worker in workers:
                 worker.end()
@@ -270,7 +270,7 @@ class Pool:
             if not ready:
                 break
             for conn in ready:
-                rank, seconds = waiting[conn], time.perf_counter() - start  # type: ignore[index]
+                rank, seconds = waiting[conn], time.perf_counter() - start
                 try:
                     ends[rank] = replace(pickle.loads(conn.recv_bytes()), seconds=seconds)  # type: ignore[union-attr]
                 except (EOFError, OSError):

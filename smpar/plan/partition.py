@@ -16,10 +16,11 @@ minimise::
 
     sum of c + (microbatches - 1) * max of c + (1 - w) * (seconds paid for tied parameters) / T
 
-The last two papers in the field settle for a heuristic here: SMP (arXiv 2111.05972, section on model partition) splits
-the module tree top down, AMP (arXiv 2210.07297, section on pipeline layer assignment) rounds the maximum to a grid.
-This is the exact optimum, from a dynamic program over Pareto frontiers of (sum, max), bounded from both sides; the C++
-core does the work. `smpar.plan.reference` is the same in a few lines of Python, and decides equally, bit for bit.
+Sum plus maxima is the pipeline cost of AMP (arXiv 2210.07297); memory and its weight are SMP's (arXiv 2111.05972,
+section on model partitioning), whose own algorithm splits the module tree top down and is no optimum. This one is: a
+dynamic program over Pareto frontiers of (sum, max), bounded from both sides, done by the C++ core. It holds the costs
+of all intervals that an optimum may use: with one microbatch all of them, 8 bytes times the square of the units.
+`smpar.plan.reference` is the same in a few lines of Python, and decides equally, bit for bit.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from smpar.schedule.program import Flow, Program, Segment
@@ -36,6 +36,7 @@ class Event:
     written: tuple[int, ...]
     outcome: Outcome
     flows: tuple[int, ...]
+    parameters: tuple[int, ...]  # ids of the model's parameters among the arguments
     direct: Meta | None  # the single fresh tensor that is the whole result, if it is so simple
 
 
@@ -178,6 +179,26 @@ class MicrobatchProgram:
         stages = [s.stage for s in self.shape.segments]
         return {(f.tensor, stages[f.target]): i for i, f in enumerate(self.shape.flows) if f.forward}
 
+    def slices(self, stage: int) -> int:
+        """How many segments a stage has."""
+        return sum(s.stage == stage for s in self.shape.segments)
+
+    def leaving(self, segment: int) -> tuple[int, ...]:
+        """Flows whose gradients the backward of ``segment`` starts from."""
+        return self._leaving.get(segment, ())
+
+    def arriving(self, segment: int) -> tuple[int, ...]:
+        """Flows into ``segment``."""
+        return self._arriving.get(segment, ())
+
+    @functools.cached_property
+    def _leaving(self) -> dict[int, tuple[int, ...]]:
+        return _grouped((f.producer, i) for i, f in enumerate(self.shape.flows) if f.backward)
+
+    @functools.cached_property
+    def _arriving(self) -> dict[int, tuple[int, ...]]:
+        return _grouped((f.target, i) for i, f in enumerate(self.shape.flows))
+
     @functools.cached_property
     def skeleton(self) -> Any:
         """What microbatches must share to run under one schedule."""
@@ -185,6 +206,13 @@ class MicrobatchProgram:
             tuple(s.stage for s in self.shape.segments),
             tuple((f.source, f.target, f.producer, f.forward) for f in self.shape.flows),
         )
+
+
+def _grouped(pairs: Iterable[tuple[int, int]]) -> dict[int, tuple[int, ...]]:
+    groups: dict[int, list[int]] = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
+    return {key: tuple(values) for key, values in groups.items()}
 
 
 def direct_meta(outcome: Outcome, is_leaf: Callable[[Any], bool]) -> Meta | None:

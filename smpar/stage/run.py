@@ -405,11 +405,13 @@ class Explorer(Run):
             if type(leaves[index]) is not StageTensor:
                 raise WriteIntoReplicated(self.layout.name(target))
         inputs: list[int | None] = []
+        parameters: list[int] = []
         for t in leaves:
             if type(t) is not StageTensor:
                 inputs.append(None)
             elif t.parameter is not None:
                 inputs.append(None)
+                parameters.append(id(t.parameter))
                 self._use(t.parameter, stage)
             else:
                 inputs.append(t.ident)
@@ -421,7 +423,9 @@ class Explorer(Run):
         )
         written = tuple(record.new_ident(out.meta, segment) for _, out in outcome.written)
         direct = direct_meta(outcome, lambda s: s is tree.LEAF)
-        event = Event(target, stage, segment, tuple(inputs), outputs, written, outcome, flows, direct)
+        event = Event(
+            target, stage, segment, tuple(inputs), outputs, written, outcome, flows, tuple(parameters), direct
+        )
         record.events.append(event)
         return event
 
@@ -510,8 +514,7 @@ class Explorer(Run):
 class Replay(Run):
     """Follows a recorded program.
 
-    Args:
-        enter: called when a further segment of this rank begins; returns when the schedule lets it run.
+    ``enter`` is called where a segment of this rank begins, and returns when the schedule lets it run.
     """
 
     def __init__(
@@ -521,13 +524,12 @@ class Replay(Run):
         seed: int,
         share: float,
         wire: Wire,
-        enter: Callable[[int], None],
     ) -> None:
         super().__init__(layout, seed, share, wire)
         self.program = program
         self._cursor = 0
         self._segment: int | None = None
-        self._enter = enter
+        self.enter: Callable[[int], None] = lambda segment: None
 
     def _next(self, target: Any) -> Event:
         events = self.program.events
@@ -568,7 +570,7 @@ class Replay(Run):
     def _enter_segment(self, segment: int) -> None:
         if segment != self._segment:
             self._segment = segment
-            self._enter(segment)
+            self.enter(segment)
 
     def _backward_event(self, roots: tuple[int, ...]) -> None:
         events = self.program.events

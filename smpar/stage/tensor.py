@@ -88,13 +88,16 @@ METADATA: set[Any] = {
                  "is_nested", "is_mkldnn", "grad_fn", "_version", "output_nr", "is_sparse_csr")
     if hasattr(torch.Tensor, name)
 } | {
-    torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.nelement, torch.Tensor.stride,
-    torch.Tensor.element_size, torch.Tensor.is_floating_point, torch.Tensor.is_complex, torch.Tensor.is_contiguous,
-    torch.Tensor.ndimension, torch.Tensor.get_device, torch.Tensor.is_signed, torch.Tensor.storage_offset,
-    torch.Tensor.__len__, torch.Tensor.__hash__, torch.is_floating_point, torch.is_complex, torch.numel,
-    torch.Tensor.is_inference, torch.is_inference, torch.Tensor.has_names, torch.Tensor.is_same_size,
-    torch.Tensor.is_conj, torch.is_conj, torch.Tensor.is_neg, torch.is_neg, torch.get_device,
-    torch.Tensor.is_shared, torch.Tensor.is_pinned,
+    getattr(owner, name)
+    for owner, names in (
+        (torch.Tensor, ("size", "dim", "numel", "nelement", "stride", "element_size", "is_floating_point", "is_complex",
+                        "is_contiguous", "ndimension", "get_device", "is_signed", "storage_offset", "__len__",
+                        "__hash__", "is_inference", "is_same_size", "is_conj", "is_neg", "is_shared", "is_pinned")),
+        (torch, ("is_floating_point", "is_complex", "numel", "is_inference", "is_conj", "is_neg", "get_device",
+                 "is_same_size")),
+    )
+    for name in names
+    if hasattr(owner, name)
 }  # fmt: skip
 
 

@@ -75,11 +75,11 @@ class Outcomes:
     def unit_key(self, unit: nn.Module) -> Any:
         key = self._unit_keys.get(unit)
         if key is None:
-            key = self._unit_keys[unit] = tuple(_module_key(m) for m in unit.modules())
+            key = self._unit_keys[unit] = tuple(module_key(m) for m in unit.modules())
         return key
 
 
-def _module_key(module: nn.Module) -> Any:
+def module_key(module: nn.Module) -> Any:
     attributes = module.__dict__
     simple = tuple(
         (name, value)

@@ -41,7 +41,7 @@ def cut(batch: Batch, count: int) -> list[Batch]:
     """Microbatches along dim 0; sizes differ by at most one, larger ones first."""
     pieces = [torch.tensor_split(value, count) for value in (*batch.args, *batch.kwargs.values(), batch.target)]
     n = len(batch.args)
-    return [Batch(p[:n], p[-1], dict(zip(batch.kwargs, p[n:-1]))) for p in zip(*pieces)]
+    return [Batch(p[:n], p[-1], dict(zip(batch.kwargs, p[n:-1], strict=True))) for p in zip(*pieces, strict=True)]
 
 
 @contextlib.contextmanager
@@ -118,7 +118,7 @@ def differences(got: Trained, want: Trained, tolerance: float) -> list[str]:
     found = []
     for what in ("losses", "evals", "norms"):
         a, b = getattr(got, what), getattr(want, what)
-        if len(a) != len(b) or any(gap(x, y) > tolerance for x, y in zip(a, b)):
+        if len(a) != len(b) or any(gap(x, y) > tolerance for x, y in zip(a, b, strict=True)):
             found.append(f"{what}: {a}, not {b}")
     if got.state.keys() != want.state.keys():
         found.append(f"keys of the state dict: {sorted(got.state.keys() ^ want.state.keys())} on one side only")

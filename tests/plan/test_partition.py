@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import random
+import subprocess
+import sys
 from fractions import Fraction
 
 import pytest
 
-from smpar.errors import PlanError, TooFewUnits
+from smpar.errors import NativeMissing, PlanError, TooFewUnits
 from smpar.plan.chain import Edge, Goal, Partition, Tie, UnitCost
 from smpar.plan.partition import least_memory, partition
 from smpar.plan.reference import Chain, partition_reference
@@ -165,3 +167,17 @@ def test_meaningless_numbers_are_named(solve, change: dict[str, object], message
     given = {"units": [UnitCost("a", 1.0, 1.0)], "edges": [], "ties": [], "stages": 1, "microbatches": 1}
     with pytest.raises(PlanError, match=message):
         solve(**(given | change))
+
+
+def test_a_missing_core_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    import smpar
+
+    monkeypatch.delattr(smpar, "_native", raising=False)
+    monkeypatch.setitem(sys.modules, "smpar._native", None)
+    with pytest.raises(NativeMissing, match="pip install -e"):
+        partition([UnitCost("a", 1.0, 1.0)], [], [], stages=1, microbatches=1)
+
+
+def test_imports_without_torch() -> None:
+    code = "import sys, smpar.plan.partition, smpar.plan.reference, smpar._native; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

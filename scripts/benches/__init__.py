@@ -1,0 +1,1 @@
+"""The benches that ``scripts/bench`` runs, one file each."""

@@ -1,0 +1,85 @@
+"""What the benches share: the closing line of JSON, growth of resources, peak memory."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import psutil
+import torch
+
+
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """A parser that shows the bench's docstring and knows ``--json``."""
+    result = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
+    return result
+
+
+def finish(figures: Mapping[str, float], path: Path | None) -> None:
+    """Print the figures as the bench's last line, and write them to ``path`` if there is one."""
+    line = json.dumps({name: float(f"{value:.5g}") for name, value in figures.items()})
+    if path:
+        path.write_text(line + "\n")
+    print(line, flush=True)
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a process holds at one moment."""
+
+    tensors: int
+    threads: int
+    resident: int  # bytes
+
+    @classmethod
+    def now(cls) -> Usage:
+        gc.collect()
+        process = psutil.Process()
+        # type(), not isinstance(): proxies among the objects answer isinstance() by running code.
+        tensors = sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
+        return cls(tensors, process.num_threads(), process.memory_info().rss)
+
+
+def slope(usages: Sequence[Usage], steps_between: int) -> float:
+    """Resident bytes gained per step: the least-squares line through equally spaced observations."""
+    steps = np.arange(len(usages)) * steps_between
+    return float(np.polyfit(steps, [u.resident for u in usages], 1)[0])
+
+
+class PeakMemory:
+    """``with PeakMemory() as peak: ...``; then ``peak.growth``: bytes that resident memory rose above the start."""
+
+    def __init__(self, interval: float = 0.005) -> None:
+        self._interval = interval
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._process = psutil.Process()
+
+    def _observe(self) -> None:
+        self._peak = max(self._peak, self._process.memory_info().rss)
+
+    def _watch(self) -> None:
+        while not self._stop.wait(self._interval):
+            self._observe()
+
+    def __enter__(self) -> PeakMemory:
+        gc.collect()
+        self._start = self._peak = self._process.memory_info().rss
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._observe()
+
+    @property
+    def growth(self) -> int:
+        return self._peak - self._start

@@ -1,0 +1,180 @@
+"""What smpar adds to a step: microseconds per microbatch and segment, and what grows over many steps.
+
+A tiny model, cut by hand in two stages, on two processes:
+
+    rank 0 |F F B F B F B B   |    a step takes       T    (median; the loss averaged, and known on both ranks)
+    rank 1 |  F B F B F B F B |    its plain compute  c    (median; the same half of the model without smpar)
+
+    overhead_us = mean over the ranks of (T - c) / (microbatches x segments of the rank)
+
+Each rank holds one segment. T includes messages and the pipeline's bubble, so the figure is an upper bound. The two
+measurements alternate in blocks, so that a busy machine slows both. Then ``--steps`` steps with an optimizer must
+leave no more tensors and threads than before; ``growth_bytes_per_step`` is the slope of resident memory over these
+steps, the worse rank's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import smpar as smp
+from benches._common import Usage, finish, parser, slope
+
+WARMUP, BLOCKS, OBSERVATIONS = 30, 10, 25
+
+
+class Layer(nn.Module):
+    """A residual layer, ``[N, width]`` in and out."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.gelu(self.linear(self.norm(x)))
+
+
+class Halves(nn.Module):
+    """Two stages of two layers."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        with smp.partition(0):
+            self.lower = half_model(width)
+        with smp.partition(1):
+            self.upper = half_model(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.upper(self.lower(x))
+
+
+def half_model(width: int) -> nn.Sequential:
+    return nn.Sequential(Layer(width), Layer(width))
+
+
+@smp.step
+def train_step(model: smp.DistributedModel, x: Tensor, target: Tensor) -> Tensor:
+    loss = F.mse_loss(model(x), target)
+    model.backward(loss)
+    return loss
+
+
+def plain_step(half: nn.Module, last: bool, xs: tuple[Tensor, ...], targets: tuple[Tensor, ...]) -> None:
+    """One stage's forward and backward of every microbatch, in plain torch: what the step cannot do without."""
+    for x, target in zip(xs, targets, strict=True):
+        if last:
+            (F.mse_loss(half(x.requires_grad_()), target) / len(xs)).backward()
+            x.grad = None
+        else:
+            half(x).backward(target)
+
+
+def timed(function: Callable[[], object], times: int) -> list[float]:
+    """Seconds of each of ``times`` calls."""
+    seconds = []
+    for _ in range(times):
+        start = time.perf_counter()
+        function()
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def worker(args: argparse.Namespace) -> None:
+    """One of the two ranks; rank 0 writes the figures."""
+    torch.set_num_threads(1)
+    smp.init({
+        "pipeline_parallel_degree": 2,
+        "microbatches": args.microbatches,
+        "pipeline": args.schedule,
+        "auto_partition": False,
+        "default_partition": 0,
+    })  # fmt: skip
+    torch.manual_seed(0)
+    model = smp.DistributedModel(Halves(args.width))
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1e-3))
+    x, target = torch.randn(2, args.microbatches * args.samples, args.width)
+
+    half, last = half_model(args.width), smp.pp_rank() == 1
+    xs, targets = (tuple(part.clone() for part in t.chunk(args.microbatches)) for t in (x, target))
+
+    def with_smpar() -> None:
+        train_step(model, x, target).reduce_mean()
+
+    def without() -> None:
+        plain_step(half, last, xs, targets)
+
+    timed(with_smpar, WARMUP)
+    timed(without, WARMUP)
+    step_seconds: list[float] = []
+    plain_seconds: list[float] = []
+    for _ in range(BLOCKS):
+        smp.barrier()
+        step_seconds += timed(with_smpar, args.steps // BLOCKS)
+        smp.barrier()
+        plain_seconds += timed(without, args.steps // BLOCKS)
+    step, plain = statistics.median(step_seconds), statistics.median(plain_seconds)
+
+    usages = [Usage.now()]
+    between = max(1, args.steps // OBSERVATIONS)
+    for i in range(args.steps):
+        with_smpar()
+        optimizer.step()
+        optimizer.zero_grad()
+        if i == 0 or (i + 1) % between == 0:  # the first step makes what later ones keep, such as gradients
+            usages.append(Usage.now())
+    before, after = usages[1], usages[-1]
+    grown = [
+        f"rank {smp.rank()}: {name} grew from {a} to {b} over {args.steps} steps"
+        for name, a, b in (("tensors", before.tensors, after.tensors), ("threads", before.threads, after.threads))
+        if b > a
+    ]
+
+    every = smp.allgather((step, plain, slope(usages[2:], between), grown), smp.WORLD)
+    if smp.rank() == 0:
+        for rank, (s, p, growth, _) in enumerate(every):
+            print(f"rank {rank}: step {s * 1e6:.0f} us, plain compute {p * 1e6:.0f} us, {growth:+.0f} bytes a step")
+        print(f"tensors {before.tensors} -> {after.tensors}, threads {before.threads} -> {after.threads} on rank 0")
+        problems = [line for _, _, _, lines in every for line in lines]
+        print("\n".join(problems), end="\n" if problems else "", flush=True)
+        overhead = statistics.mean(s - p for s, p, _, _ in every) / args.microbatches
+        finish({"overhead_us": overhead * 1e6, "growth_bytes_per_step": max(g for _, _, g, _ in every)}, args.json)
+        Path(args.verdict).write_text("grown" if problems else "")
+    smp.barrier()
+
+
+def main() -> int:
+    arguments = parser(__doc__)
+    arguments.add_argument("--steps", type=int, default=500)
+    arguments.add_argument("--microbatches", type=int, default=8)
+    arguments.add_argument("--samples", type=int, default=4, help="samples in a microbatch")
+    arguments.add_argument("--width", type=int, default=32)
+    arguments.add_argument("--schedule", default="1f1b")
+    arguments.add_argument("--verdict", help=argparse.SUPPRESS)  # given to the workers: where rank 0 says what grew
+    args = arguments.parse_args()
+    if args.steps < 2 * OBSERVATIONS:
+        arguments.error(f"--steps must be at least {2 * OBSERVATIONS}, to see growth; got {args.steps}")
+    if args.verdict:
+        worker(args)
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        verdict = Path(folder) / "verdict"
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+        environment = dict(os.environ, CUDA_VISIBLE_DEVICES="")  # a tiny model: on CPU, wherever it is measured
+        code = subprocess.call([*launch, "benches.overhead", *sys.argv[1:], "--verdict", str(verdict)], env=environment)
+        return code or int(bool(verdict.read_text()))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""Seeing what runs: spans of actions and waits, reports, timetables."""

@@ -1,0 +1,234 @@
+"""``smpar.DistributedOptimizer``, and the global gradient norm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from smpar.errors import ModelError
+from smpar.model import DistributedModel
+from smpar.runtime.core import runtime
+
+PARTIAL = "_smp_is_partial"
+
+
+class DistributedOptimizer(torch.optim.Optimizer):
+    """Wraps any ``torch.optim`` optimizer made over ``model.parameters()`` before the partition.
+
+    After the partition it holds this rank's parameters only. ``param_groups``, ``state`` and ``defaults`` are the
+    wrapped optimizer's own, so learning-rate schedulers work on either.
+
+    Args:
+        optimizer: the optimizer to wrap.
+        static_loss_scale, dynamic_loss_scale: only their defaults, since half-precision training is not built yet.
+
+    Raises:
+        ModelError: a loss scale was asked for, or ``optimizer`` is no optimizer.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        static_loss_scale: float = 1.0,
+        dynamic_loss_scale: bool = False,
+        **dynamic_loss_args: Any,
+    ) -> None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ModelError(f"DistributedOptimizer of {type(optimizer).__name__}, which is no torch.optim optimizer")
+        if static_loss_scale != 1.0 or dynamic_loss_scale:
+            raise ModelError("a loss scale, but this version does not train in half precision")
+        now = runtime()
+        self.optimizer = optimizer
+        # a parameter's number in whole state dicts: its place over all groups, as torch counts
+        self._order = [[p for p in group["params"]] for group in optimizer.param_groups]
+        self._names = {id(p): n for n, p in now.maybe_model.named_parameters()} if now.maybe_model else {}
+        self._pending: Mapping[str, Any] | None = None
+        now.adopt_optimizer(self)
+        model = now.maybe_model
+        if model is not None and model.pipeline is not None and model.partitioned:
+            self.keep_local(model)
+
+    # -- the wrapped optimizer's face -----------------------------------------------------------
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self.optimizer.defaults
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update this rank's parameters; then call the post-step hooks."""
+        result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
+        now = runtime()
+        for hook in now.post_step:
+            hook(now.maybe_model, self)
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of this rank's parameters."""
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters, before the first step."""
+        before = len(self.optimizer.param_groups)
+        self.optimizer.add_param_group(param_group)
+        for group in self.optimizer.param_groups[before:]:
+            self._order.append(list(group["params"]))
+        model = runtime().maybe_model
+        if model is not None and model.partitioned:
+            self.keep_local(model)
+
+    def register_step_pre_hook(self, hook: Any) -> Any:
+        return self.optimizer.register_step_pre_hook(hook)
+
+    def register_step_post_hook(self, hook: Any) -> Any:
+        return self.optimizer.register_step_post_hook(hook)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"optimizer": self.optimizer}
+
+    def __repr__(self) -> str:
+        return f"DistributedOptimizer({self.optimizer!r})"
+
+    # -- partition and state --------------------------------------------------------------------
+
+    def keep_local(self, model: DistributedModel) -> None:
+        """Drop the parameters of other ranks, with their state."""
+        mine = {id(p) for p in model.local_parameters()}
+        for group in self.optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if id(p) in mine]
+        for p in list(self.optimizer.state):
+            if id(p) not in mine:
+                del self.optimizer.state[p]
+
+    def _numbers(self) -> dict[int, int]:
+        numbers: dict[int, int] = {}
+        for group in self._order:
+            for p in group:
+                numbers[id(p)] = len(numbers)
+        return numbers
+
+    def local_state_dict(self, **ignored: Any) -> dict[str, Any]:
+        """This rank's part, with parameters numbered as in the whole state dict."""
+        numbers = self._numbers()
+        state = {numbers[id(p)]: s for p, s in self.optimizer.state.items() if id(p) in numbers}
+        groups = [
+            {**{k: v for k, v in group.items() if k != "params"}, "params": [numbers[id(p)] for p in order]}
+            for group, order in zip(self.optimizer.param_groups, self._order, strict=True)
+        ]
+        return {"state": state, "param_groups": groups, PARTIAL: _pipelined()}
+
+    def state_dict(self, **ignored: Any) -> dict[str, Any]:
+        """The whole optimizer's state in torch's format, on every rank; all ranks of a pipeline call it together."""
+        local = self.local_state_dict()
+        local.pop(PARTIAL)
+        if not _pipelined():
+            return local
+        from smpar.comm.messages import CommGroup, allgather
+
+        now = runtime()
+        pipeline = now.model.pipeline
+        assert pipeline is not None
+        numbers = self._numbers()
+        owned = {
+            numbers[id(p)]
+            for group in self._order
+            for p in group
+            if pipeline.layout.parameter_home.get(id(p), 0) == pipeline.stage
+        }
+        with now.world.guard():
+            parts = allgather({n: s for n, s in local["state"].items() if n in owned}, CommGroup.PP_GROUP)
+        whole = {number: state for part in parts for number, state in part.items()}
+        return {"state": dict(sorted(whole.items())), "param_groups": local["param_groups"]}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], **ignored: Any) -> None:  # type: ignore[override]
+        """Load a whole or partial state dict, before or after the partition.
+
+        Raises:
+            ModelError: the groups differ from this optimizer's in number or size.
+        """
+        given = state_dict["param_groups"]
+        sizes = [len(group) for group in self._order]
+        if [len(group["params"]) for group in given] != sizes:
+            raise ModelError(
+                f"optimizer state with groups of {[len(g['params']) for g in given]} parameters, but here are {sizes}"
+            )
+        held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        place: dict[int, int] = {}
+        groups, state = [], {}
+        for order, group in zip(self._order, given, strict=True):
+            kept = [(p, number) for p, number in zip(order, group["params"], strict=True) if id(p) in held]
+            for _, number in kept:
+                place[number] = len(place)
+                if number in state_dict["state"]:
+                    state[place[number]] = state_dict["state"][number]
+            groups.append({**group, "params": [place[number] for _, number in kept]})
+        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _pipelined() -> bool:
+    model = runtime().maybe_model
+    return model is not None and model.pipeline is not None and model.partitioned
+
+
+def clip_grad_norm_(
+    model: DistributedModel | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
+) -> torch.Tensor:
+    """Clip gradients by their norm over all stages; tied parameters count once.
+
+    Args:
+        model: the model, or parameters of it.
+        max_norm: gradients are scaled down so that their norm is at most this.
+        norm_type: of the p-norm; ``inf`` for the largest element.
+
+    Returns:
+        the norm before clipping, a float64 scalar, the same on every rank of the pipeline.
+    """
+    now = runtime()
+    wrapped = model if isinstance(model, DistributedModel) else now.model
+    parameters = list(wrapped.parameters() if isinstance(model, DistributedModel) else model)
+    pipeline = wrapped.pipeline if wrapped.partitioned else None
+    with_grad = [p for p in parameters if p.grad is not None]
+    counted = with_grad
+    if pipeline is not None:
+        home = pipeline.layout.parameter_home
+        counted = [p for p in with_grad if home.get(id(p), pipeline.stage) == pipeline.stage]
+    device = now.world.device
+    norms = [torch.linalg.vector_norm(_values(p.grad), norm_type, dtype=_wide(p.grad)).to(device, torch.float64) for p in counted]
+    mine = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64, device=device)
+    with torch.no_grad():
+        if norm_type == float("inf"):
+            total = mine.max()
+            if pipeline is not None:
+                with now.world.guard():
+                    dist.all_reduce(total, dist.ReduceOp.MAX, group=now.world.process_group("pp"))
+        else:
+            total = (mine**norm_type).sum()
+            if pipeline is not None:
+                with now.world.guard():
+                    dist.all_reduce(total, group=now.world.process_group("pp"))
+            total = total ** (1.0 / norm_type)
+        factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+        for p in with_grad:
+            assert p.grad is not None
+            p.grad.mul_(factor.to(p.grad.dtype))
+    return total
+
+
+def _values(grad: torch.Tensor | None) -> torch.Tensor:
+    assert grad is not None
+    return grad.coalesce().values() if grad.layout is torch.sparse_coo else grad
+
+
+def _wide(grad: torch.Tensor | None) -> torch.dtype:
+    assert grad is not None
+    return torch.promote_types(grad.dtype, torch.float32)

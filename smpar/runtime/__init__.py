@@ -1,0 +1,1 @@
+"""Running steps: planning their programs, executing their schedules, moving their tensors."""

@@ -1,0 +1,139 @@
+"""The one runtime of a process: what ``smpar.init`` makes and ``smpar.shutdown`` takes down."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from smpar.comm.world import World, set_current
+from smpar.config import Config
+from smpar.errors import ConfigError, ModelError, NotInitialized
+from smpar.observe.spans import Spans
+
+if TYPE_CHECKING:
+    from smpar.model import DistributedModel
+    from smpar.optimizer import DistributedOptimizer
+
+
+class Runtime:
+    """Configuration, world, and the model in training.
+
+    Attributes:
+        step: number of steps run.
+        microbatch: share of the microbatch that runs now without a pipeline; None outside of a step.
+        in_step: whether a step is running.
+    """
+
+    def __init__(self, config: Config, world: World) -> None:
+        self.config = config
+        self.world = world
+        self.spans = Spans(bool(os.environ.get("SMPAR_TRACE")))
+        self.trace_dir = os.environ.get("SMPAR_TRACE")
+        self.step = 0
+        self.microbatch: float | None = None
+        self.in_step = False
+        self.backward_ran = False
+        self.post_partition: list[Callable[[Any, Any], None]] = []
+        self.post_step: list[Callable[[Any, Any], None]] = []
+        self._model: weakref.ref[DistributedModel] | None = None
+        self._optimizer: weakref.ref[DistributedOptimizer] | None = None
+
+    @property
+    def model(self) -> DistributedModel:
+        """The model in training.
+
+        Raises:
+            ModelError: there is none.
+        """
+        model = self._model() if self._model is not None else None
+        if model is None:
+            raise ModelError("no smpar.DistributedModel has been made")
+        return model
+
+    @property
+    def maybe_model(self) -> DistributedModel | None:
+        return self._model() if self._model is not None else None
+
+    @property
+    def optimizer(self) -> DistributedOptimizer | None:
+        return self._optimizer() if self._optimizer is not None else None
+
+    def adopt_model(self, model: DistributedModel) -> None:
+        self._model = weakref.ref(model)
+
+    def adopt_optimizer(self, optimizer: DistributedOptimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+
+    def close(self) -> None:
+        """Nothing is left behind."""
+
+
+_runtime: Runtime | None = None
+
+
+def runtime() -> Runtime:
+    """The process's runtime.
+
+    Raises:
+        NotInitialized: ``smpar.init`` has not run.
+    """
+    if _runtime is None:
+        raise NotInitialized("smpar.init must come first", "smpar is not initialised", "import smpar; smpar.init({...})")
+    return _runtime
+
+
+def init(config: Mapping[str, Any] | None = None) -> None:
+    """Start smpar: check the configuration, join the other ranks, make the process groups.
+
+    Under torchrun all ranks meet here; without it there is one rank, and both degrees must be 1.
+
+    Args:
+        config: keys of SMP's configuration; None reads the environment variable ``SM_HP_MP_PARAMETERS``.
+
+    Raises:
+        ConfigError: an unknown key, a value out of range, or a second call with another configuration.
+        MeshError: the number of ranks does not fit the degrees.
+    """
+    global _runtime
+    checked = Config.from_environment() if config is None else Config.from_dict(config)
+    if _runtime is not None:
+        if _runtime.config == checked:
+            return
+        raise ConfigError(
+            "smpar is initialised once in a process",
+            "a second smpar.init with another configuration",
+            "smpar.shutdown() before it",
+        )
+    world = World.open(checked)
+    set_current(world)
+    _runtime = Runtime(checked, world)
+
+
+def shutdown() -> None:
+    """Leave the job: close groups and threads, write the trace. ``smpar.init`` may follow."""
+    global _runtime
+    if _runtime is None:
+        return
+    runtime, _runtime = _runtime, None
+    try:
+        runtime.close()
+    finally:
+        runtime.world.close()
+        set_current(None)
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def is_initialized() -> bool:
+    """Whether ``smpar.init`` has run."""
+    return _runtime is not None
+
+
+def is_tracing() -> bool:
+    """Whether the step function now runs under fake tensors, to be traced."""
+    model = _runtime.maybe_model if _runtime is not None else None
+    return model is not None and model.pipeline is not None and model.pipeline.tracing

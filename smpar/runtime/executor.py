@@ -1,0 +1,185 @@
+"""Executes one step's microbatches on this rank: by a schedule, or in program order."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from smpar.errors import GradientSurprise
+from smpar.observe.spans import Spans
+from smpar.runtime.coroutine import Forward
+from smpar.runtime.wires import Channels, Inbox, LiveWire, ReplayWire, send
+from smpar.schedule import Action, Kind, Message, Schedule, channel_order, lower, message_of
+from smpar.stage.layout import Layout
+from smpar.stage.record import MicrobatchProgram
+from smpar.stage.run import Explorer, Replay, Run
+from smpar.stage.split import Batch
+from smpar.trace.draws import SeedMode
+from smpar.trace.outcomes import Outcomes
+
+
+@dataclasses.dataclass(eq=False)
+class Timetable:
+    """What this rank does in a step: its actions, the messages each waits for, and the order of all that come in."""
+
+    schedule: Schedule
+    programs: tuple[MicrobatchProgram, ...]
+    rank: int
+
+    @functools.cached_property
+    def actions(self) -> tuple[Action, ...]:
+        return self.schedule.ranks[self.rank]
+
+    @functools.cached_property
+    def needs(self) -> tuple[tuple[Message, ...], ...]:
+        lowered = lower(self.schedule, [p.shape for p in self.programs]).ranks[self.rank]
+        needs: list[tuple[Message, ...]] = []
+        waiting: list[Message] = []
+        for action in lowered:
+            if action.kind in (Kind.RECV_ACTIVATION, Kind.RECV_GRADIENT):
+                waiting.append(message_of(action))
+            elif not action.kind.is_message:
+                needs.append(tuple(waiting))
+                waiting = []
+        return tuple(needs)
+
+    @functools.cached_property
+    def incoming(self) -> dict[int, tuple[Message, ...]]:
+        order = channel_order(self.schedule, [p.shape for p in self.programs])
+        return {src: messages for (src, dst), messages in order.items() if dst == self.rank}
+
+
+class Executor:
+    """Runs microbatches of one pipeline rank.
+
+    Args:
+        layout: the partition.
+        channels: transfers to the other stages.
+        stage: this rank's stage.
+    """
+
+    def __init__(self, layout: Layout, channels: Channels, stage: int, spans: Spans) -> None:
+        self.layout = layout
+        self.channels = channels
+        self.stage = stage
+        self.spans = spans
+
+    def scheduled(
+        self,
+        fn: Callable[..., Any],
+        batch: Batch,
+        shares: Sequence[float],
+        seeds: Sequence[int],
+        timetable: Timetable,
+    ) -> list[Any]:
+        """Run a step by its timetable; returns the step function's results by microbatch."""
+        programs = timetable.programs
+        inbox = Inbox(self.channels, timetable.incoming, programs)
+        runs: list[Replay] = []
+        forwards: list[Forward] = []
+        for i, (args, kwargs) in enumerate(batch.calls):
+            wire = ReplayWire(self.channels, self.stage, inbox, i)
+            run = Replay(self.layout, programs[i], seeds[i], shares[i], wire)
+            forward = Forward(functools.partial(run.call, fn, args, kwargs), programs[i].slices(self.stage))
+            run.enter = forward.enter
+            runs.append(run)
+            forwards.append(forward)
+        try:
+            for i, action in enumerate(timetable.actions):
+                for message in timetable.needs[i]:
+                    inbox.expect(message)
+                if i + 1 < len(timetable.actions):
+                    for message in timetable.needs[i + 1]:
+                        inbox.expect(message)
+                with self.spans.action(action):
+                    if action.kind is Kind.F:
+                        forwards[action.microbatch].advance()
+                    else:
+                        self._backward(runs[action.microbatch], programs[action.microbatch], action, inbox)
+            for run, forward in zip(runs, forwards, strict=True):
+                if not forward.done:  # nothing of this microbatch runs here
+                    forward.advance()
+                run.end()
+        finally:
+            for forward in forwards:
+                forward.drop()
+        return [forward.result for forward in forwards]
+
+    def in_program_order(
+        self,
+        fn: Callable[..., Any],
+        batch: Batch,
+        shares: Sequence[float],
+        seeds: Sequence[int],
+        outcomes: Outcomes,
+    ) -> tuple[list[Any], list[MicrobatchProgram]]:
+        """Run a step whose program is not known beforehand: all forwards in order, then all backwards in reverse.
+
+        Ranks meet at every transfer in program order, so none can wait for one that waits for it.
+        """
+        results: list[Any] = []
+        runs: list[Explorer] = []
+        programs: list[MicrobatchProgram] = []
+        for i, (args, kwargs) in enumerate(batch.calls):
+            run = Explorer(self.layout, outcomes, seeds[i], shares[i], LiveWire(self.channels, self.stage))
+            with self.spans.action(Action(Kind.F, 0, i)):
+                results.append(run.call(fn, args, kwargs))
+            runs.append(run)
+            programs.append(run.finish())
+        ranks = tuple(
+            tuple(
+                Action(Kind.B, s.index, i)
+                for i in reversed(range(len(runs)))
+                if programs[i].shape.backward
+                for s in reversed(programs[i].shape.of_rank(rank))
+            )
+            for rank in range(self.layout.stages)
+        )
+        timetable = Timetable(Schedule("program order", ranks), tuple(programs), self.stage)
+        inbox = Inbox(self.channels, timetable.incoming, programs)
+        for action in timetable.actions:
+            with self.spans.action(action):
+                self._backward(runs[action.microbatch], programs[action.microbatch], action, inbox)
+        return results, programs
+
+    def _backward(self, run: Run, program: MicrobatchProgram, action: Action, inbox: Inbox) -> None:
+        """Backward of one segment: once through its graph, from its outputs to its leaves."""
+        segment, microbatch = action.segment, action.microbatch
+        segments, flows = program.shape.segments, program.shape.flows
+        grads: dict[int, torch.Tensor] = {}
+        for index in program.leaving(segment):
+            flow = flows[index]
+            grad: torch.Tensor | None
+            if segments[flow.target].stage == self.stage:
+                grad = run.leaves.pop((flow.tensor, flow.target)).grad
+            else:
+                grad = inbox.take(Message("gradient", index, microbatch))
+            if grad is not None:
+                before = grads.get(flow.tensor)
+                grads[flow.tensor] = grad if before is None else before + grad
+        edges = [run.outputs[tensor] for tensor in grads]
+        starts = list(grads.values())
+        for edge, start in run.roots.pop(segment, ()):
+            edges.append(edge)
+            starts.append(start)
+        if edges:
+            with SeedMode():
+                torch.autograd.backward(edges, starts)
+        for index in program.arriving(segment):
+            flow = flows[index]
+            key = (flow.tensor, segment)
+            leaf = run.leaves.get(key)
+            here = segments[flow.producer].stage == self.stage
+            if not flow.backward:
+                if leaf is not None and leaf.grad is not None:
+                    raise GradientSurprise(f"into segment {segment}, tensor {flow.tensor}")
+                run.leaves.pop(key, None)
+            elif not here:
+                assert leaf is not None
+                grad = leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
+                send(self.channels, segments[flow.producer].stage, grad, program.metas[flow.tensor])
+                del run.leaves[key]

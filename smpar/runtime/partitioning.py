@@ -1,0 +1,346 @@
+"""From a model to its layout: which modules are units, and on which stage each runs."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from smpar.errors import PartitionError
+from smpar.plan.chain import Edge, Partition, Tie, TooFewUnits, UnitCost
+from smpar.plan.partition import partition as best_cuts
+from smpar.runtime.planning import explore, graph_of
+from smpar.stage.layout import Layout, maximal_units
+from smpar.stage.run import ValueNeeded
+from smpar.stage.split import Call
+from smpar.stage.units import blamed, can_be_marked
+from smpar.trace.graph import Link, ModuleGraph, Unit, parameter_bytes, shared_parameters
+from smpar.trace.outcomes import Outcomes
+
+log = logging.getLogger("smpar")
+
+_pins: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+_contexts: list[int] = []
+
+# Bytes of parameters, gradients and two moments of Adam, per byte of parameter.
+_STATE = 4
+# A transfer between neighbouring stages: bytes per second and seconds of latency, for counted costs.
+_LINKS = {"cpu": (1.5e9, 6e-5), "cuda": (5e10, 1e-5)}
+# Open further modules while the best partition is this much slower than a perfect balance ...
+_GOOD = 1.05
+# ... and take a finer set of units only if it gains this much.
+_GAIN = 0.97
+
+
+@contextlib.contextmanager
+def partition(stage: int) -> Iterator[None]:
+    """Modules made inside run on pipeline stage ``stage``; the innermost context wins (SMP's ``smp.partition``)."""
+    _check_index(stage)
+    plain = nn.Module.__init__
+
+    def init(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        plain(module, *args, **kwargs)
+        _pins[module] = _contexts[-1]
+
+    _contexts.append(stage)
+    if len(_contexts) == 1:
+        nn.Module.__init__ = init  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        _contexts.pop()
+        if not _contexts:
+            nn.Module.__init__ = plain  # type: ignore[method-assign]
+
+
+def set_partition(module: nn.Module, stage: int) -> None:
+    """Put a module, with all inside it that is not put elsewhere, on a pipeline stage.
+
+    Raises:
+        PartitionError: the index is no whole number of at least 0.
+    """
+    _check_index(stage)
+    _pins[module] = stage
+
+
+def _check_index(stage: Any) -> None:
+    if isinstance(stage, bool) or not isinstance(stage, int) or stage < 0:
+        raise PartitionError(f"partition index {stage!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Goal:
+    """What a partition is made for: the part of the configuration that it depends on."""
+
+    stages: int
+    microbatches: int
+    memory_weight: float
+    auto: bool
+    default: int
+    skip_tracing: bool
+    measure: Callable[[Explored], ModuleGraph] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Explored:
+    """A trace in which the model is cut into these units, all on one stage."""
+
+    graph: ModuleGraph
+    modules: list[nn.Module]
+    anchors: dict[int, int]
+    layout: Layout
+
+
+@dataclasses.dataclass(frozen=True)
+class Partitioned:
+    """A layout with the graph and the predicted times and bytes of its stages (None if not predicted)."""
+
+    layout: Layout
+    graph: ModuleGraph
+    stage_of_unit: tuple[int, ...]
+
+
+def make_layout(fn: Callable[..., Any], call: Call, model: nn.Module, outcomes: Outcomes, goal: Goal) -> Partitioned:
+    """Partition a model, as the first microbatch of the first step runs it.
+
+    Raises:
+        TooFewUnits: the model cannot be cut into so many stages.
+        PartitionError: a stage index that does not exist.
+    """
+    pins = {m: s for m in model.modules() if (s := _pins.get(m)) is not None}
+    for module, stage in pins.items():
+        if stage >= goal.stages:
+            raise PartitionError(
+                f"{type(module).__name__} is on partition {stage}, but there are {goal.stages}: 0 to {goal.stages - 1}"
+            )
+    if not goal.auto:
+        return _by_hand(fn, call, model, outcomes, goal, pins)
+    if goal.skip_tracing:
+        return _by_parameters(model, goal, pins)
+    with torch.enable_grad():
+        return _search(fn, call, model, outcomes, goal, pins)
+
+
+def survey(fn: Callable[..., Any], call: Call, model: nn.Module, outcomes: Outcomes, opened: set[nn.Module]) -> Explored:
+    """Trace with the modules in ``opened`` split into their children."""
+    layout = Layout.make(model, 1, {u: 0 for u in maximal_units(model, opened)}, {})
+    program, _ = explore(fn, call, model, layout, outcomes)
+    graph, modules, anchors = graph_of(program, list(layout.units), layout)
+    return Explored(graph, modules, anchors, layout)
+
+
+def _search(
+    fn: Callable[..., Any],
+    call: Call,
+    model: nn.Module,
+    outcomes: Outcomes,
+    goal: Goal,
+    pins: dict[nn.Module, int],
+) -> Partitioned:
+    """Open modules, the dearest first, until their children balance well."""
+    opened = {model} | {m for m in model.modules() if _holds_pin(m, pins) and m not in pins}
+    whole = {m for m in model.modules() if not _may_open(m)}
+    opened -= whole
+    best: tuple[float, Explored, tuple[int, ...]] | None = None
+    failure: Exception | None = None
+    for _ in range(12):
+        try:
+            seen = survey(fn, call, model, outcomes, opened)
+        except ValueNeeded:
+            log.warning("smpar: the step reads values while it runs; the model is partitioned by parameters")
+            return _by_parameters(model, goal, pins)
+        except Exception as error:
+            module = blamed(error)
+            if module is None or module not in opened:
+                raise
+            log.info("smpar: %s stays whole: %s", type(module).__name__, error)
+            failure = failure or error
+            whole.add(module)
+            opened -= set(module.modules())
+            if not opened:
+                raise failure from None
+            continue
+        if goal.measure is not None:
+            seen = dataclasses.replace(seen, graph=goal.measure(seen))
+        try:
+            found, stage_of = _cut(seen, goal, pins)
+        except TooFewUnits as error:
+            found, failure = None, error
+        if found is not None and (best is None or found.objective < best[0] * _GAIN):
+            best = found.objective, seen, stage_of
+        ideal = 1 + (goal.microbatches - 1) / goal.stages
+        if best is not None and best[0] <= ideal * _GOOD:
+            break
+        dear = _to_open(seen, goal, whole, enough=found is not None)
+        if not dear:
+            break
+        opened |= dear
+    if best is None:
+        raise failure if failure is not None else PartitionError("no unit was called in the step")
+    _, seen, stage_of = best
+    return _laid_out(model, seen, goal, stage_of)
+
+
+def _may_open(module: nn.Module) -> bool:
+    """Whether a module's forward may run as glue, as far as its class tells."""
+    if isinstance(module, (nn.MultiheadAttention, nn.RNNBase, torch.jit.ScriptModule)):
+        return False
+    if not any(True for _ in module.children()) or hasattr(module, "parametrizations"):
+        return False
+    if module._backward_hooks or module._backward_pre_hooks:
+        return False
+    return can_be_marked(module)
+
+
+def _holds_pin(module: nn.Module, pins: dict[nn.Module, int]) -> bool:
+    return any(m in pins for m in module.modules() if m is not module)
+
+
+def _to_open(seen: Explored, goal: Goal, whole: set[nn.Module], enough: bool) -> set[nn.Module]:
+    """The units that stand in the way of balance and have parts."""
+    costs = _weights(seen.graph, goal)
+    parts = {m: c for m, c in zip(seen.modules, costs, strict=True) if m not in whole and any(True for _ in m.children())}
+    if not parts:
+        return set()
+    limit = 1 / (4 * goal.stages)
+    dear = {m for m, c in parts.items() if c > limit}
+    if not dear and not enough:
+        dear = {max(parts, key=lambda m: parts[m])}
+    return dear
+
+
+def _weights(graph: ModuleGraph, goal: Goal) -> list[float]:
+    """Each unit's part of the whole, in the mix of time and memory that the partition balances."""
+    units = unit_costs(graph, goal)
+    time = sum(u.time for u in units) or 1.0
+    memory = sum(u.memory for u in units) or 1.0
+    w = goal.memory_weight
+    return [(1 - w) * u.time / time + w * u.memory / memory for u in units]
+
+
+def unit_costs(graph: ModuleGraph, goal: Goal) -> list[UnitCost]:
+    """Seconds per microbatch and bytes of each unit: its state, and the activations of the microbatches in flight."""
+    in_flight = min(goal.microbatches, goal.stages)
+    return [
+        UnitCost(u.name or "(model)", u.seconds, float(_STATE * u.parameter_bytes + in_flight * u.saved_bytes))
+        for u in graph.units
+    ]
+
+
+def _cut(seen: Explored, goal: Goal, pins: dict[nn.Module, int]) -> tuple[Partition, tuple[int, ...]]:
+    pinned = {i: s for i, m in enumerate(seen.modules) if (s := _pin_of(m, pins)) is not None}
+    free = [i for i in range(len(seen.modules)) if i not in pinned]
+    place = {old: new for new, old in enumerate(free)}
+    costs = unit_costs(seen.graph, goal)
+    rate, latency = _LINKS["cuda" if torch.cuda.is_available() else "cpu"]
+
+    def seconds(link: Link) -> float:
+        return 2 * (link.nbytes / rate + latency)
+
+    edges = [
+        Edge(place[link.source], tuple(place[t] for t in link.targets if t in place), seconds(link))
+        for link in seen.graph.links
+        if link.source in place and any(t in place for t in link.targets)
+    ]
+    ties = [
+        Tie(tuple(place[u] for u in s.units if u in place), 2 * s.nbytes / rate)
+        for s in seen.graph.shared
+        if sum(u in place for u in s.units) > 1
+    ]
+    stages = goal.stages if free or not pinned else 0
+    if not stages:
+        raise PartitionError("every module is put on a stage by hand; set auto_partition to False")
+    found = best_cuts([costs[i] for i in free], edges, ties, stages, goal.microbatches, goal.memory_weight)
+    stage_of = [0] * len(seen.modules)
+    for new, old in enumerate(free):
+        stage_of[old] = sum(new >= cut for cut in found.cuts) - 1
+    for old, stage in pinned.items():
+        stage_of[old] = stage
+    return found, tuple(stage_of)
+
+
+def _pin_of(module: nn.Module, pins: dict[nn.Module, int]) -> int | None:
+    return pins.get(module)
+
+
+def _laid_out(model: nn.Module, seen: Explored, goal: Goal, stage_of: tuple[int, ...]) -> Partitioned:
+    units = dict(zip(seen.modules, stage_of, strict=True))
+    last = 0
+    for unit in seen.layout.units:  # units that the trace did not call go with those before them
+        last = units.setdefault(unit, last)
+    anchors = {key: stage_of[index] for key, index in seen.anchors.items()}
+    return Partitioned(Layout.make(model, goal.stages, units, anchors), seen.graph, stage_of)
+
+
+def _by_hand(
+    fn: Callable[..., Any],
+    call: Call,
+    model: nn.Module,
+    outcomes: Outcomes,
+    goal: Goal,
+    pins: dict[nn.Module, int],
+) -> Partitioned:
+    """The user's partition: the largest modules that lie on one stage are the units."""
+    stage: dict[nn.Module, int] = {}
+
+    def inherit(module: nn.Module, above: int) -> None:
+        if module in stage:
+            return
+        stage[module] = pins.get(module, above)
+        for child in module.children():
+            inherit(child, stage[module])
+
+    inherit(model, goal.default)
+    opened = {m for m in model.modules() if len({stage[x] for x in m.modules()}) > 1}
+    with torch.enable_grad():
+        try:
+            seen = survey(fn, call, model, outcomes, opened)
+        except ValueNeeded:
+            units = maximal_units(model, opened)
+            layout = Layout.make(model, goal.stages, {u: stage[u] for u in units}, {})
+            return Partitioned(layout, bare_graph(units, layout), tuple(stage[u] for u in units))
+    stage_of = tuple(stage[m] for m in seen.modules)
+    units_ = {u: stage[u] for u in seen.layout.units}
+    anchors = {id(p): stage[m] for m in seen.layout.split if m in pins for p in m.parameters(recurse=False)}
+    anchors = {key: stage_of[index] for key, index in seen.anchors.items()} | anchors
+    empty = set(range(goal.stages)) - set(units_.values())
+    if empty:
+        log.warning("smpar: no module is on partition %s", ", ".join(map(str, sorted(empty))))
+    return Partitioned(Layout.make(model, goal.stages, units_, anchors), seen.graph, stage_of)
+
+
+def _by_parameters(model: nn.Module, goal: Goal, pins: dict[nn.Module, int]) -> Partitioned:
+    """Without a trace: balance the bytes of parameters, modules in the order in which they were defined."""
+    opened = {model} | {m for m in model.modules() if _holds_pin(m, pins) and m not in pins}
+    total = parameter_bytes(model) or 1
+    while True:
+        units = maximal_units(model, opened)
+        dear = {u for u in units if parameter_bytes(u) > total / (4 * goal.stages) and _may_open(u)}
+        if not dear and len(units) < goal.stages:
+            dear = {u for u in units if _may_open(u)}
+        if not dear:
+            break
+        opened |= dear
+    layout = Layout.make(model, 1, {u: 0 for u in units}, {})
+    graph = bare_graph(units, layout)
+    goal = dataclasses.replace(goal, memory_weight=1.0)
+    seen = Explored(graph, units, {}, layout)
+    _, stage_of = _cut(seen, goal, pins)
+    return _laid_out(model, seen, goal, stage_of)
+
+
+def bare_graph(units: list[nn.Module], layout: Layout) -> ModuleGraph:
+    """A graph that knows of parameters only."""
+    return ModuleGraph(
+        tuple(
+            Unit(layout.names[m], type(m).__name__, 0, parameter_bytes(m), 0.0, 0.0, 0.0, 0, ()) for m in units
+        ),
+        (),
+        shared_parameters(units, layout.parameter_names),
+    )

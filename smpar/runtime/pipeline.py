@@ -1,0 +1,285 @@
+"""The pipeline of one model on one rank: partitions at the first step, plans each input signature, runs steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from smpar.comm.channels import Channels as RankChannels
+from smpar.comm.channels import open_channels
+from smpar.comm.world import World
+from smpar.config import Config
+from smpar.errors import ModelError
+from smpar.observe.spans import Spans
+from smpar.runtime.executor import Executor, Timetable
+from smpar.runtime.partitioning import Goal, Partitioned, make_layout
+from smpar.runtime.planning import explore
+from smpar.runtime.reduction import average_replicas, own_gradients, sum_tied
+from smpar.runtime.wires import buffer_for, pack
+from smpar.schedule import make_schedule
+from smpar.stage.layout import Layout
+from smpar.stage.record import MicrobatchProgram
+from smpar.stage.run import ValueNeeded
+from smpar.stage.special import patched
+from smpar.stage.split import Batch
+from smpar.stage.tensor import StageTensor
+from smpar.stage.units import marked
+from smpar.trace import tree
+from smpar.trace.draws import mix
+from smpar.trace.fake import FakeRunner, meta_of
+from smpar.trace.outcomes import Outcomes, autocast_state, module_key
+
+log = logging.getLogger("smpar")
+
+_REMEMBERED = 128  # programs and timetables kept; the least recently used one goes first
+
+
+class StageChannels:
+    """Channels whose ends are named by stage."""
+
+    def __init__(self, channels: RankChannels, ranks: Sequence[int]) -> None:
+        self._channels = channels
+        self._ranks = ranks
+
+    def post_recv(self, src: int, tensor: torch.Tensor) -> Any:
+        return self._channels.post_recv(self._ranks[src], tensor)
+
+    def send(self, dst: int, tensor: torch.Tensor) -> None:
+        self._channels.send(self._ranks[dst], tensor)
+
+    def finish(self) -> None:
+        self._channels.finish()
+
+
+class _Recent(OrderedDict[Any, Any]):
+    """A mapping that forgets what was not used for long."""
+
+    def fetch(self, key: Any) -> Any:
+        if key in self:
+            self.move_to_end(key)
+            return self[key]
+        return None
+
+    def keep(self, key: Any, value: Any) -> None:
+        self[key] = value
+        if len(self) > _REMEMBERED:
+            self.popitem(last=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Dynamic:
+    """In place of a program: this signature reads values, for the reason given."""
+
+    reason: str
+
+
+class Pipeline:
+    """One model over the stages of this rank's pipeline group.
+
+    Args:
+        model: the user's module, whole on every rank until it is partitioned.
+    """
+
+    def __init__(self, model: nn.Module, config: Config, world: World, spans: Spans, measure: bool = False) -> None:
+        self.model = model
+        self.config = config
+        self.world = world
+        self.spans = spans
+        self.measure = measure
+        self.stage = world.axis_rank("pp")
+        self.stages = world.axis_size("pp")
+        self.outcomes = Outcomes(FakeRunner(world.device))
+        self.partitioned: Partitioned | None = None
+        self.timetable: Timetable | None = None
+        self.tracing = False
+        self.after_partition: list[Callable[[], None]] = []
+        self._programs: _Recent = _Recent()
+        self._timetables: _Recent = _Recent()
+        self._modes: Any = None
+        self._channels: StageChannels | None = None
+
+    @property
+    def layout(self) -> Layout:
+        assert self.partitioned is not None
+        return self.partitioned.layout
+
+    @property
+    def channels(self) -> StageChannels:
+        if self._channels is None:
+            opened = open_channels(self.world, self.world.device)
+            assert opened is not None
+            self._channels = StageChannels(opened, self.world.group("pp"))
+        return self._channels
+
+    def holds(self, parameter: torch.Tensor) -> bool:
+        """Whether this rank has the parameter's data."""
+        return self.partitioned is None or self.stage in self.layout.holders.get(id(parameter), {self.stage})
+
+    # -- a step ---------------------------------------------------------------------------------
+
+    def run(self, fn: Callable[..., Any], batch: Batch, shares: Sequence[float], seed: int) -> list[Any]:
+        """Run one step; returns the function's results by microbatch, whole on every rank."""
+        seeds = [mix(seed, self.world.axis_rank("dp"), i) for i in range(len(batch.calls))]
+        if self.partitioned is None:
+            self._partition(fn, batch)
+        programs = None if not self.config.static_mode else self._plan(fn, batch)
+        if programs is not None:
+            self._close()
+        executor = Executor(self.layout, self.channels, self.stage, self.spans)
+        shared = self._shared_parameters()
+        with own_gradients(shared):
+            with marked(self.layout), patched():
+                if programs is None:
+                    results, programs = executor.in_program_order(fn, batch, shares, seeds, self.outcomes)
+                else:
+                    self.timetable = self._timetable(tuple(programs))
+                    results = executor.scheduled(fn, batch, shares, seeds, self.timetable)
+            if any(p.shape.backward for p in programs):
+                with self.spans.phase("reduce gradients"):
+                    self._reduce()
+        self._close()
+        with self.spans.phase("share results"):
+            whole = self._share(results)
+        self.channels.finish()
+        return whole
+
+    def _partition(self, fn: Callable[..., Any], batch: Batch) -> None:
+        if any(p.is_meta for p in self.model.parameters()):
+            raise ModelError("the model has parameters on the meta device, which hold no values to train")
+        c = self.config
+        goal = Goal(self.stages, c.microbatches, c.memory_weight, c.auto_partition, c.default_partition, c.skip_tracing)
+        self.tracing = True
+        try:
+            self.partitioned = make_layout(fn, batch.calls[0], self.model, self.outcomes, goal)
+        finally:
+            self.tracing = False
+
+    def _plan(self, fn: Callable[..., Any], batch: Batch) -> list[MicrobatchProgram] | None:
+        """The microbatches' programs; None if they cannot be known beforehand or do not fit one schedule."""
+        modes = self._current_modes()
+        if modes != self._modes:
+            self._modes = modes
+            self.outcomes.forget_keys()
+        base = (fn, modes, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast_state())
+        programs: list[MicrobatchProgram] = []
+        for call in batch.calls:
+            leaves: list[torch.Tensor] = []
+            spec = tree.flatten(call, leaves)
+            key = (*base, spec, tuple(meta_of(t) for t in leaves))
+            program = self._programs.fetch(key)
+            if program is None:
+                program = self._explore(fn, call, key)
+            if isinstance(program, _Dynamic):
+                return None
+            programs.append(program)
+        return programs if all(p.skeleton == programs[0].skeleton for p in programs) else None
+
+    def _explore(self, fn: Callable[..., Any], call: Any, key: Any) -> MicrobatchProgram | _Dynamic:
+        self.tracing = True
+        try:
+            program, reads = explore(fn, call, self.model, self.layout, self.outcomes)
+        except ValueNeeded as need:
+            log.warning(
+                "smpar: the step needs a value while it runs (%s); its microbatches run in program order, "
+                "which stalls the pipeline. Return the tensor from the step instead.", need
+            )  # fmt: skip
+            dynamic = _Dynamic(str(need))
+            self._programs.keep(key, dynamic)
+            return dynamic
+        finally:
+            self.tracing = False
+        if not reads:  # else other values may make another program, so it is planned each time
+            self._programs.keep(key, program)
+        return program
+
+    def _current_modes(self) -> Any:
+        split = self.layout.split
+        return (
+            tuple(m.training for m in self.model.modules()),
+            tuple(p.requires_grad for p in self.model.parameters()),
+            tuple(module_key(m) for m in self.layout.names if m in split),
+        )
+
+    def _timetable(self, programs: tuple[MicrobatchProgram, ...]) -> Timetable:
+        key = tuple(map(id, programs))
+        found = self._timetables.fetch(key)
+        if found is None or any(a is not b for a, b in zip(found.programs, programs, strict=True)):
+            shape = programs[0].shape
+            if any(p.shape.backward for p in programs):
+                shape = dataclasses.replace(shape, backward=True)
+            schedule = make_schedule(
+                self.config.pipeline, shape, len(programs), active=self.config.active_microbatches
+            )
+            found = Timetable(schedule, programs, self.stage)
+            self._timetables.keep(key, found)
+        return found
+
+    # -- parameters -----------------------------------------------------------------------------
+
+    def _close(self) -> None:
+        """After the first plan: give up the parameters of other stages."""
+        layout = self.layout
+        if layout.closed:
+            return
+        layout.closed = True
+        with torch.no_grad():
+            for p in self.model.parameters():
+                if not self.holds(p):
+                    self.outcomes.runner.remember_layout(p)
+                    filler = float("nan") if p.is_floating_point() or p.is_complex() else 0
+                    p.data = torch.full((1,) * p.dim(), filler, dtype=p.dtype, device=p.device).expand(p.shape)
+                    p.grad = None
+        for hook in self.after_partition:
+            hook()
+
+    def _shared_parameters(self) -> list[nn.Parameter]:
+        """Parameters of this rank whose gradients other ranks have a part in."""
+        mine = [p for p in self.model.parameters() if p.requires_grad and self.holds(p)]
+        if self.world.axis_size("dp") > 1:
+            return mine
+        return [p for p in mine if len(self.layout.holders[id(p)]) > 1]
+
+    def _reduce(self) -> None:
+        sum_tied(self.model, self.layout, self.channels, self.stage)
+        if self.world.axis_size("dp") > 1:
+            mine = [p for p in self.model.parameters() if self.holds(p)]
+            average_replicas(mine, self.world.process_group("dp"), self.world.axis_size("dp"))
+
+    # -- results --------------------------------------------------------------------------------
+
+    def _share(self, results: list[Any]) -> list[Any]:
+        """Give every rank the tensors that the step returned: each home sends its own, packed, to the others."""
+        found: dict[int, list[StageTensor]] = {}
+        for result in results:
+            for leaf in tree.tensors(result):
+                if type(leaf) is StageTensor:
+                    found.setdefault(leaf.home, []).append(leaf)
+        real: dict[int, torch.Tensor] = {}
+        for home, tensors in sorted(found.items()):
+            unique = list({id(t): t for t in tensors}.values())
+            if home == self.stage:
+                for t in unique:
+                    real[id(t)] = t.parameter if t.parameter is not None else t.value  # type: ignore[assignment]
+                flat = [pack(real[id(t)], meta_of(t)) for t in unique]
+                if sum(f.numel() for f in flat):
+                    joined = torch.cat(flat) if len(flat) > 1 else flat[0]
+                    for stage in range(self.stages):
+                        if stage != home:
+                            self.channels.send(stage, joined)
+            else:
+                buffers = [buffer_for(meta_of(t)) for t in unique]
+                joined = torch.empty(sum(flat.numel() for _, flat in buffers), dtype=torch.uint8, device=self.world.device)
+                if joined.numel():
+                    self.channels.post_recv(home, joined).wait()
+                at = 0
+                for t, (tensor, flat) in zip(unique, buffers, strict=True):
+                    flat.copy_(joined[at : at + flat.numel()])
+                    at += flat.numel()
+                    real[id(t)] = tensor
+        return [tree.map_tensors(lambda t: real.get(id(t), t), result) for result in results]

@@ -1,0 +1,134 @@
+"""``@smpar.step``: runs a training step's function once per microbatch over the pipeline."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, overload
+
+import torch
+
+from smpar.errors import BatchError, ModelError
+from smpar.runtime.agreement import agree
+from smpar.runtime.core import Runtime, runtime
+from smpar.runtime.reduction import average_replicas, own_gradients
+from smpar.stage.split import Batch, merge, split
+from smpar.trace import tree
+from smpar.trace.draws import SeedMode, mix, seed_generators
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@overload
+def step(fn: F) -> F: ...
+@overload
+def step(
+    *,
+    non_split_inputs: Sequence[str] | None = None,
+    input_split_axes: Mapping[str, int] | None = None,
+    detach_outputs: bool = True,
+) -> Callable[[F], F]: ...
+def step(
+    fn: Any = None,
+    *,
+    non_split_inputs: Sequence[str] | None = None,
+    input_split_axes: Mapping[str, int] | None = None,
+    detach_outputs: bool = True,
+) -> Any:
+    """Decorate the function that does forward and backward of one batch (SMP's ``smp.step``).
+
+    The function runs once per microbatch. Tensors among its arguments are split along their batch axis; what
+    it returns comes back as ``StepOutput``, on every rank of the pipeline. ``model(...)`` and
+    ``model.backward(loss)`` are called inside; clipping and ``optimizer.step()`` after it, outside.
+
+    Args:
+        non_split_inputs: names of arguments that every microbatch gets whole.
+        input_split_axes: argument name -> batch axis, 0 where not given.
+        detach_outputs: whether returned tensors are detached.
+
+    Raises:
+        BatchError: fewer samples than microbatches, or an argument name that the function does not have.
+        RanksDisagree: the ranks of a pipeline got different batches.
+    """
+    if fn is None:
+        return functools.partial(
+            step,
+            non_split_inputs=non_split_inputs,
+            input_split_axes=input_split_axes,
+            detach_outputs=detach_outputs,
+        )
+    names, open_ended = _parameter_names(fn)
+    whole, axes = list(non_split_inputs or ()), dict(input_split_axes or {})
+    for name in (*whole, *axes):
+        if name not in names and not open_ended:
+            raise BatchError(f"{getattr(fn, '__name__', 'the step')}({', '.join(names)}) has no argument {name!r}")
+
+    @functools.wraps(fn)
+    def stepped(*args: Any, **kwargs: Any) -> Any:
+        now = runtime()
+        if now.in_step:
+            raise ModelError("a step was called inside a step")
+        batch = split(names, args, kwargs, now.config.microbatches, whole, axes)
+        with now.world.guard():
+            results = _run(now, fn, (args, kwargs), batch)
+        if detach_outputs:
+            results = [tree.map_tensors(torch.Tensor.detach, result) for result in results]
+        return merge(results, batch.weights)
+
+    return stepped
+
+
+def _parameter_names(fn: Callable[..., Any]) -> tuple[list[str], bool]:
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return [], True
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    return names, any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def _run(now: Runtime, fn: Callable[..., Any], arguments: Any, batch: Batch) -> list[Any]:
+    model = now.maybe_model
+    average = model is None or model.average_grads
+    shares = batch.weights if average else (1.0,) * len(batch.weights)
+    drawn = int(torch.randint(0, 1 << 62, (1,), device="cpu"))
+    random = torch.get_rng_state()
+    now.in_step = True
+    try:
+        if now.world.axis_size("pp") == 1:
+            results = _without_pipeline(now, fn, batch, shares, drawn)
+        else:
+            with now.spans.phase("agree"):
+                seed = agree(now.world, now.step, getattr(fn, "__qualname__", str(fn)), arguments, drawn)
+            pipeline = now.model.pipeline
+            assert pipeline is not None
+            results = pipeline.run(fn, batch, shares, seed)
+    finally:
+        now.in_step = False
+        torch.set_rng_state(random)
+    now.step += 1
+    return results
+
+
+def _without_pipeline(
+    now: Runtime, fn: Callable[..., Any], batch: Batch, shares: Sequence[float], seed: int
+) -> list[Any]:
+    """One stage: microbatches one after another, each with its backward; gradients are averaged at the end."""
+    results: list[Any] = []
+    model = now.maybe_model
+    replicas = now.world.axis_size("dp")
+    shared = [p for p in model.parameters() if p.requires_grad] if model is not None and replicas > 1 else []
+    now.backward_ran = False
+    with own_gradients(shared):
+        for i, (args, kwargs) in enumerate(batch.calls):
+            seed_generators(mix(seed, now.world.axis_rank("dp"), i))
+            now.microbatch = shares[i]
+            try:
+                with SeedMode():
+                    results.append(fn(*args, **kwargs))
+            finally:
+                now.microbatch = None
+        if shared and now.backward_ran:
+            average_replicas(shared, now.world.process_group("dp"), replicas)
+    return results

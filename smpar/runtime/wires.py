@@ -1,0 +1,148 @@
+"""Tensors between stages: packing, the inbox of expected messages, and the two kinds of wire."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from smpar.schedule import Message
+from smpar.stage.record import MicrobatchProgram
+from smpar.trace.fake import Meta
+
+
+class Pending(Protocol):
+    def wait(self) -> None: ...
+
+
+class Channels(Protocol):
+    """One first-in-first-out channel per directed pair of stages."""
+
+    def post_recv(self, src: int, tensor: torch.Tensor) -> Pending: ...
+
+    def send(self, dst: int, tensor: torch.Tensor) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+def buffer_for(meta: Meta) -> tuple[torch.Tensor, torch.Tensor]:
+    """A tensor to receive into, and its memory as flat bytes."""
+    tensor = torch.empty_strided(meta.shape, _dense_stride(meta), dtype=meta.dtype, device=meta.device)
+    return tensor, _flat(tensor)
+
+
+def pack(tensor: torch.Tensor, meta: Meta) -> torch.Tensor:
+    """The tensor's memory as flat bytes, laid out as the receiver expects; copied only if it must be."""
+    tensor = tensor.detach()
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    stride = _dense_stride(meta)
+    if tensor.stride() != stride:
+        laid_out = torch.empty_strided(meta.shape, stride, dtype=meta.dtype, device=tensor.device)
+        laid_out.copy_(tensor)
+        tensor = laid_out
+    return _flat(tensor)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def _dense_stride(meta: Meta) -> tuple[int, ...]:
+    """The tensor's own strides if its elements fill a block of memory, else those of a contiguous one."""
+    expected = 1
+    for size, stride in sorted(zip(meta.shape, meta.stride, strict=True), key=lambda pair: (pair[1], pair[0])):
+        if size == 1:
+            continue
+        if stride != expected:
+            return torch.empty(meta.shape, device="meta").stride()
+        expected *= size
+    return meta.stride
+
+
+class Inbox:
+    """Messages in the order in which the schedule says they come, received ahead into buffers.
+
+    Args:
+        orders: sender's stage -> its messages to this one, first in first out.
+        programs: by microbatch.
+    """
+
+    def __init__(
+        self, channels: Channels, orders: dict[int, Sequence[Message]], programs: Sequence[MicrobatchProgram]
+    ) -> None:
+        self._channels = channels
+        self._programs = programs
+        self._expected = {src: deque(messages) for src, messages in orders.items()}
+        self._source = {message: src for src, messages in orders.items() for message in messages}
+        self._posted: dict[Message, tuple[torch.Tensor, Pending | None]] = {}
+
+    def expect(self, message: Message) -> None:
+        """Post the receive of a message, and of those that come before it."""
+        if message in self._posted:
+            return
+        src = self._source[message]
+        queue = self._expected[src]
+        while queue:
+            due = queue.popleft()
+            program = self._programs[due.microbatch]
+            meta = program.metas[program.shape.flows[due.flow].tensor]
+            tensor, flat = buffer_for(meta)
+            self._posted[due] = tensor, self._channels.post_recv(src, flat) if flat.numel() else None
+            if due == message:
+                return
+
+    def take(self, message: Message) -> torch.Tensor:
+        """Wait for a message's tensor."""
+        self.expect(message)
+        tensor, pending = self._posted.pop(message)
+        if pending is not None:
+            pending.wait()
+        return tensor
+
+
+def send(channels: Channels, stage: int, tensor: torch.Tensor, meta: Meta) -> None:
+    """Send a tensor to a stage without waiting for it."""
+    flat = pack(tensor, meta)
+    if flat.numel():
+        channels.send(stage, flat)
+
+
+def receive(channels: Channels, stage: int, meta: Meta) -> torch.Tensor:
+    """Wait for a tensor from a stage."""
+    tensor, flat = buffer_for(meta)
+    if flat.numel():
+        channels.post_recv(stage, flat).wait()
+    return tensor
+
+
+class ReplayWire:
+    """Transfers of a microbatch that follows its program."""
+
+    def __init__(self, channels: Channels, stage: int, inbox: Inbox, microbatch: int) -> None:
+        self.stage = stage
+        self._channels = channels
+        self._inbox = inbox
+        self._microbatch = microbatch
+
+    def send(self, stage: int, tensor: torch.Tensor, meta: Meta) -> None:
+        send(self._channels, stage, tensor, meta)
+
+    def receive(self, stage: int, flow: int, meta: Meta) -> torch.Tensor:
+        return self._inbox.take(Message("activation", flow, self._microbatch))
+
+
+class LiveWire:
+    """Transfers of a microbatch in program order: both ends come to them at the same point of the program."""
+
+    def __init__(self, channels: Channels, stage: int) -> None:
+        self.stage = stage
+        self._channels = channels
+
+    def send(self, stage: int, tensor: torch.Tensor, meta: Meta) -> None:
+        send(self._channels, stage, tensor, meta)
+
+    def receive(self, stage: int, flow: int, meta: Meta) -> torch.Tensor:
+        return receive(self._channels, stage, meta)
