@@ -166,6 +166,7 @@ def _search(
             if not opened:
                 raise failure from None
             continue
+        opened |= _never_called(seen)
         if goal.measure is not None:
             seen = dataclasses.replace(seen, graph=goal.measure(seen))
         try:
@@ -185,6 +186,18 @@ def _search(
         raise failure if failure is not None else PartitionError("no unit was called in the step")
     _, seen, stage_of = best
     return _laid_out(model, seen, goal, stage_of)
+
+
+def _never_called(seen: Explored) -> set[nn.Module]:
+    """Modules taken for units that glue reaches into instead of calling them."""
+    called = set(seen.modules)
+    return {
+        m
+        for unit in seen.layout.units
+        if unit not in called
+        for m in unit.modules()
+        if m not in called and any(x in called for x in m.modules())
+    }
 
 
 def _may_open(module: nn.Module) -> bool:
@@ -272,8 +285,10 @@ def _pin_of(module: nn.Module, pins: dict[nn.Module, int]) -> int | None:
 def _laid_out(model: nn.Module, seen: Explored, goal: Goal, stage_of: tuple[int, ...]) -> Partitioned:
     units = dict(zip(seen.modules, stage_of, strict=True))
     last = 0
+    bypassed = _never_called(seen)
     for unit in seen.layout.units:  # units that the trace did not call go with those before them
-        last = units.setdefault(unit, last)
+        if unit not in bypassed:
+            last = units.setdefault(unit, last)
     anchors = {key: stage_of[index] for key, index in seen.anchors.items()}
     return Partitioned(Layout.make(model, goal.stages, units, anchors), seen.graph, stage_of)
 
@@ -306,7 +321,7 @@ def _by_hand(
             layout = Layout.make(model, goal.stages, {u: stage[u] for u in units}, {})
             return Partitioned(layout, bare_graph(units, layout), tuple(stage[u] for u in units))
     stage_of = tuple(stage[m] for m in seen.modules)
-    units_ = {u: stage[u] for u in seen.layout.units}
+    units_ = {u: stage[u] for u in {*seen.layout.units, *seen.modules} - _never_called(seen)}
     anchors = {id(p): stage[m] for m in seen.layout.split if m in pins for p in m.parameters(recurse=False)}
     anchors = {key: stage_of[index] for key, index in seen.anchors.items()} | anchors
     empty = set(range(goal.stages)) - set(units_.values())

@@ -134,7 +134,7 @@ class Pipeline:
         executor = Executor(self.layout, self.channels, self.stage, self.spans)
         shared = self._shared_parameters()
         with own_gradients(shared):
-            with marked(self.layout), patched():
+            with marked(self.layout, inside=programs is None), patched():
                 if programs is None:
                     results, programs = executor.in_program_order(fn, batch, shares, seeds, self.outcomes)
                 else:

@@ -38,7 +38,7 @@ def explore(
     random = torch.get_rng_state()
     run = Explorer(layout, outcomes, seed=0)
     try:
-        with marked(layout), patched():
+        with marked(layout, inside=True), patched():
             run.call(fn, *call)
     finally:
         snapshot.restore()

@@ -50,6 +50,14 @@ class Layout:
         parameter_names = {id(p): n for n, p in model.named_parameters(remove_duplicate=True)}
         return cls(stages, dict(units), split, names, home, holders, parameter_names)
 
+    def stage_of(self, module: nn.Module) -> int:
+        """The stage of a unit. A module inside one that glue calls directly becomes a unit of the same stage."""
+        stage = self.units.get(module)
+        if stage is None:
+            stage = next(s for u, s in self.units.items() if any(m is module for m in u.modules()))
+            self.units[module] = stage
+        return stage
+
     def name(self, target: object) -> str:
         """A unit's name in the model, or a glue operation's name, for messages."""
         if isinstance(target, nn.Module):

@@ -382,7 +382,7 @@ class Explorer(Run):
     def _unit_event(self, unit: nn.Module, args: Any, kwargs: Any, leaves: list[Any], spec: tree.Spec) -> Event:
         with self.plain():
             outcome = self.outcomes.of_unit(unit, leaves, spec)
-        return self._add(unit, self.layout.units[unit], outcome, leaves)
+        return self._add(unit, self.layout.stage_of(unit), outcome, leaves)
 
     def _operation_event(self, func: Any, args: Any, kwargs: Any, leaves: list[Any], spec: tree.Spec) -> Event:
         with self.plain():

@@ -59,11 +59,19 @@ def can_be_marked(module: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def marked(layout: Layout) -> Iterator[None]:
-    """Mark the units and split modules of a layout for the duration of a step."""
-    before = [(m, type(m)) for m in (*layout.units, *layout.split)]
+def marked(layout: Layout, inside: bool = False) -> Iterator[None]:
+    """Mark the units and split modules of a layout for the duration of a step.
+
+    Args:
+        inside: mark the modules inside units too, so that a trace sees glue call one of them directly, past its unit
+            (``for layer in self.layers`` over an ``nn.Sequential``); such a module then counts as a unit.
+    """
+    units = set(layout.units)
+    if inside:
+        units |= {m for unit in layout.units for m in unit.modules() if can_be_marked(m)}
+    before = [(m, type(m)) for m in (*units, *layout.split)]
     try:
-        for unit in layout.units:
+        for unit in units:
             unit.__class__ = _subclass(_Unit, type(unit))
         for module in layout.split:
             module.__class__ = _subclass(_Split, type(module))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -13,7 +14,9 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
 from smpar.trace import tree
@@ -127,6 +130,8 @@ class _Watch(TorchDispatchMode):
         except DynamicOutputShapeException:
             self.guessed = True
             result = self._guessed_shape(func, args, kwargs)
+        except (RuntimeError, NotImplementedError) as error:
+            result = _on_zeros(func, args, kwargs, error)
         self._count(func, args, kwargs, result)
         return result
 
@@ -172,6 +177,28 @@ class _Watch(TorchDispatchMode):
         rate = RATES.get(out.device.type, RATES["cuda"])
         self.flops += flops
         self.seconds += max(flops / rate.flops, moved / rate.bytes) + rate.launch
+
+
+def _on_zeros(func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
+    """An operator whose kernel takes what its fake one refuses: run it for real, on zeros.
+
+    Raises:
+        error: the real kernel refuses it too.
+    """
+
+    def real(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).zero_()
+
+    try:
+        with no_dispatch():
+            a, k = tree_map(real, (args, kwargs))
+            result = func(*a, **k)
+    except Exception:
+        raise error from None
+    return tree_map(lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
+                    if isinstance(t, torch.Tensor) else t, result)  # fmt: skip
 
 
 class FakeRunner:
@@ -269,6 +296,8 @@ class FakeRunner:
                 saved[storage._cdata] = storage.nbytes()
             return tensor
 
+        quiet = logging.getLogger("torch._subclasses.fake_tensor")  # a refused operation is no news here
+        was_disabled, quiet.disabled = quiet.disabled, True
         try:
             with contextlib.ExitStack() as stack:
                 if module is not None:
@@ -284,6 +313,7 @@ class FakeRunner:
                 result = fn(*a, **k)
             return self._outcome(result, leaves, fakes, versions, watch, count.calls, sum(saved.values()))
         finally:
+            quiet.disabled = was_disabled
             snapshot.restore()
 
     def _fakes(self, given: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
