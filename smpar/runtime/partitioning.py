@@ -127,9 +127,16 @@ def make_layout(fn: Callable[..., Any], call: Call, model: nn.Module, outcomes: 
         return _search(fn, call, model, outcomes, goal, pins)
 
 
-def survey(fn: Callable[..., Any], call: Call, model: nn.Module, outcomes: Outcomes, opened: set[nn.Module]) -> Explored:
-    """Trace with the modules in ``opened`` split into their children."""
-    layout = Layout.make(model, 1, {u: 0 for u in maximal_units(model, opened)}, {})
+def survey(
+    fn: Callable[..., Any],
+    call: Call,
+    model: nn.Module,
+    outcomes: Outcomes,
+    opened: set[nn.Module],
+    glue_hooks: set[nn.Module],
+) -> Explored:
+    """Trace with the modules in ``opened`` split into their children, and hooks of ``glue_hooks`` run in glue."""
+    layout = Layout.make(model, 1, {u: 0 for u in maximal_units(model, opened)}, {}, glue_hooks)
     program, _ = explore(fn, call, model, layout, outcomes)
     graph, modules, anchors = graph_of(program, list(layout.units), layout)
     return Explored(graph, modules, anchors, layout)
@@ -149,13 +156,16 @@ def _search(
     opened -= whole
     best: tuple[float, Explored, tuple[int, ...]] | None = None
     failure: Exception | None = None
-    for _ in range(12):
+    glue_hooks: set[nn.Module] = set()
+    for _ in range(16):
         try:
-            seen = survey(fn, call, model, outcomes, opened)
+            seen = survey(fn, call, model, outcomes, opened, glue_hooks)
         except ValueNeeded:
             log.warning("smpar: the step reads values while it runs; the model is partitioned by parameters")
             return _by_parameters(model, goal, pins)
         except Exception as error:
+            if _expose(outcomes.leaky, opened, glue_hooks, whole):
+                continue
             module = blamed(error)
             if module is None or module not in opened:
                 raise
@@ -165,6 +175,8 @@ def _search(
             opened -= set(module.modules())
             if not opened:
                 raise failure from None
+            continue
+        if _expose(outcomes.leaky, opened, glue_hooks, whole):
             continue
         opened |= _never_called(seen)
         if goal.measure is not None:
@@ -186,6 +198,25 @@ def _search(
         raise failure if failure is not None else PartitionError("no unit was called in the step")
     _, seen, stage_of = best
     return _laid_out(model, seen, goal, stage_of)
+
+
+def _expose(leaky: set[nn.Module], opened: set[nn.Module], glue_hooks: set[nn.Module], whole: set[nn.Module]) -> bool:
+    """Bring forward hooks that hand tensors to the outside into glue; says whether there was one to bring.
+
+    A unit that has such hooks inside is opened; one that has them itself gets them called in glue.
+    """
+    fresh = [u for u in leaky if u not in opened and u not in glue_hooks]
+    leaky.clear()
+    found = False
+    for unit in fresh:
+        if any(m._forward_hooks or m._forward_pre_hooks for m in unit.modules() if m is not unit):
+            if unit not in whole:
+                opened.add(unit)
+                found = True
+        else:
+            glue_hooks.add(unit)
+            found = True
+    return found
 
 
 def _never_called(seen: Explored) -> set[nn.Module]:
@@ -290,7 +321,9 @@ def _laid_out(model: nn.Module, seen: Explored, goal: Goal, stage_of: tuple[int,
         if unit not in bypassed:
             last = units.setdefault(unit, last)
     anchors = {key: stage_of[index] for key, index in seen.anchors.items()}
-    return Partitioned(Layout.make(model, goal.stages, units, anchors), seen.graph, stage_of)
+    return Partitioned(
+        Layout.make(model, goal.stages, units, anchors, seen.layout.glue_hooks), seen.graph, stage_of
+    )
 
 
 def _by_hand(
@@ -315,10 +348,19 @@ def _by_hand(
     opened = {m for m in model.modules() if len({stage[x] for x in m.modules()}) > 1}
     with torch.enable_grad():
         try:
-            seen = survey(fn, call, model, outcomes, opened)
+            glue_hooks: set[nn.Module] = set()
+            while True:
+                try:
+                    seen = survey(fn, call, model, outcomes, opened, glue_hooks)
+                except Exception:
+                    if not _expose(outcomes.leaky, opened, glue_hooks, set()):
+                        raise
+                else:
+                    if not _expose(outcomes.leaky, opened, glue_hooks, set()):
+                        break
         except ValueNeeded:
             units = maximal_units(model, opened)
-            layout = Layout.make(model, goal.stages, {u: stage[u] for u in units}, {})
+            layout = Layout.make(model, goal.stages, {u: stage[u] for u in units}, {}, set())
             return Partitioned(layout, bare_graph(units, layout), tuple(stage[u] for u in units))
     stage_of = tuple(stage[m] for m in seen.modules)
     units_ = {u: stage[u] for u in {*seen.layout.units, *seen.modules} - _never_called(seen)}
@@ -327,7 +369,9 @@ def _by_hand(
     empty = set(range(goal.stages)) - set(units_.values())
     if empty:
         log.warning("smpar: no module is on partition %s", ", ".join(map(str, sorted(empty))))
-    return Partitioned(Layout.make(model, goal.stages, units_, anchors), seen.graph, stage_of)
+    return Partitioned(
+        Layout.make(model, goal.stages, units_, anchors, seen.layout.glue_hooks), seen.graph, stage_of
+    )
 
 
 def _by_parameters(model: nn.Module, goal: Goal, pins: dict[nn.Module, int]) -> Partitioned:
@@ -342,7 +386,7 @@ def _by_parameters(model: nn.Module, goal: Goal, pins: dict[nn.Module, int]) -> 
         if not dear:
             break
         opened |= dear
-    layout = Layout.make(model, 1, {u: 0 for u in units}, {})
+    layout = Layout.make(model, 1, {u: 0 for u in units}, {}, set())
     graph = bare_graph(units, layout)
     goal = dataclasses.replace(goal, memory_weight=1.0)
     seen = Explored(graph, units, {}, layout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,15 +24,26 @@ class Layout:
     parameter_home: dict[int, int]
     holders: dict[int, set[int]]
     parameter_names: dict[int, str]
+    attributes: dict[nn.Module, set[str]]  # tensors that units leave in their modules, for glue to read
+    glue_hooks: set[nn.Module]  # units whose forward hooks run in glue
+    hooks: dict[nn.Module, tuple[Any, Any]] = dataclasses.field(default_factory=dict)  # theirs, while a step runs
     closed: bool = False  # parameters live only with their holders now
 
     @classmethod
-    def make(cls, model: nn.Module, stages: int, units: dict[nn.Module, int], anchors: dict[int, int]) -> Layout:
+    def make(
+        cls,
+        model: nn.Module,
+        stages: int,
+        units: dict[nn.Module, int],
+        anchors: dict[int, int],
+        glue_hooks: set[nn.Module],
+    ) -> Layout:
         """Lay out ``model``.
 
         Args:
             units: stage of every unit.
             anchors: id of a parameter of a split module -> its stage.
+            glue_hooks: units whose forward hooks are to run in glue.
         """
         names = {m: n for n, m in model.named_modules()}
         inside: set[nn.Module] = {m for u in units for m in u.modules()}
@@ -48,7 +60,7 @@ class Layout:
         for key, stages_ in holders.items():
             home[key] = min(stages_)
         parameter_names = {id(p): n for n, p in model.named_parameters(remove_duplicate=True)}
-        return cls(stages, dict(units), split, names, home, holders, parameter_names)
+        return cls(stages, dict(units), split, names, home, holders, parameter_names, {}, set(glue_hooks))
 
     def stage_of(self, module: nn.Module) -> int:
         """The stage of a unit. A module inside one that glue calls directly becomes a unit of the same stage."""

@@ -217,7 +217,7 @@ def _grouped(pairs: Iterable[tuple[int, int]]) -> dict[int, tuple[int, ...]]:
 
 def direct_meta(outcome: Outcome, is_leaf: Callable[[Any], bool]) -> Meta | None:
     """The metadata of the result if it is one fresh tensor and nothing was written."""
-    if is_leaf(outcome.spec) and not outcome.written and isinstance(outcome.places[0], Out):
+    if is_leaf(outcome.spec) and not outcome.written and not outcome.attributes and isinstance(outcome.places[0], Out):
         out = outcome.places[0]
         return None if out.shares else out.meta
     return None

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -25,6 +27,7 @@ from smpar.stage import special
 from smpar.stage.layout import Layout
 from smpar.stage.record import Backward, Event, MicrobatchProgram, Recorder, direct_meta
 from smpar.stage.tensor import METADATA, StageTensor, activate, link, metadata, shared
+from smpar.stage.units import keep_attribute
 from smpar.trace import tree
 from smpar.trace.draws import DRAWS, SeedMode, advance, seed_generators
 from smpar.trace.fake import Meta, NoSubclass, Out, Outcome, meta_of
@@ -58,9 +61,12 @@ class GlueMode(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        replaced = self.run.replaced
         for arg in args:
             kind = type(arg)
             if kind is StageTensor or (kind is Parameter and id(arg) in self.run.layout.holders):
+                break
+            if replaced and id(arg) in replaced:
                 break
             if (kind is list or kind is tuple) and any(isinstance(a, (StageTensor, Parameter)) for a in arg):
                 break
@@ -88,6 +94,8 @@ class Run(abc.ABC):
         self.stage = wire.stage if wire is not None else -1
         self.mode = GlueMode(self)
         self.checkpointing: dict[str, Any] | None = None
+        self.attributes: dict[tuple[nn.Module, str], StageTensor] = {}
+        self.replaced: dict[int, tuple[torch.Tensor, StageTensor]] = {}
         self._received: dict[int, torch.Tensor] = {}
         self._parameters: dict[int, StageTensor] = {}
         # what the backward of this rank's segments needs
@@ -147,6 +155,8 @@ class Run(abc.ABC):
 
     def operation(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """An operation with at least one stage tensor or model parameter among its arguments."""
+        if self.replaced:
+            args, kwargs = tree.map_tensors(self._current, (args, kwargs))
         if func in METADATA:
             return metadata(func, args, kwargs)
         handler = special.HANDLERS.get(func)
@@ -154,15 +164,20 @@ class Run(abc.ABC):
             return handler(self, func, args, kwargs)
         leaves: list[Any] = []
         spec = tree.flatten((args, kwargs), leaves)
-        leaves = [self.wrap(t) if type(t) is Parameter and id(t) in self.layout.holders else t for t in leaves]
+        leaves = [self._operand(t) for t in leaves]
         event = self._operation_event(func, args, kwargs, leaves, spec)
         return self._finish(event, leaves, spec, lambda a, k: func(*a, **k))
 
     def call_unit(self, unit: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A call of a unit from glue; ``call`` is its own ``__call__``."""
+        if unit in self.layout.hooks:
+            return special.with_hooks(unit, self.layout.hooks[unit], functools.partial(self._call, unit, call), args, kwargs)
+        return self._call(unit, call, args, kwargs)
+
+    def _call(self, unit: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         leaves: list[Any] = []
         spec = tree.flatten((args, kwargs), leaves)
-        leaves = [self.wrap(t) if type(t) is Parameter and id(t) in self.layout.holders else t for t in leaves]
+        leaves = [self._operand(t) for t in leaves]
         event = self._unit_event(unit, args, kwargs, leaves, spec)
         if self.checkpointing is not None and torch.is_grad_enabled():
             options = self.checkpointing
@@ -170,6 +185,18 @@ class Run(abc.ABC):
                 event, leaves, spec, lambda a, k: special.plain_checkpoint(call, *a, use_reentrant=False, **options, **k)
             )
         return self._finish(event, leaves, spec, lambda a, k: call(*a, **k))
+
+    def _current(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The stage tensor that a plain tensor has become by being written with one, or the tensor itself."""
+        entry = self.replaced.get(id(tensor))
+        return tensor if entry is None else entry[1]
+
+    def _operand(self, tensor: Any) -> Any:
+        if type(tensor) is StageTensor:
+            return tensor
+        if type(tensor) is Parameter and id(tensor) in self.layout.holders:
+            return self.wrap(tensor)
+        return self._current(tensor) if self.replaced else tensor
 
     def wrap(self, parameter: nn.Parameter) -> StageTensor:
         """The stage tensor that stands for a model parameter in glue."""
@@ -236,7 +263,7 @@ class Run(abc.ABC):
     def _local(self, tensor: Any, event: Event, written: bool) -> Any:
         """The real tensor behind an argument, in the segment of ``event``."""
         if type(tensor) is not StageTensor:
-            return tensor
+            return tensor.clone() if written else tensor
         if tensor.parameter is not None:
             return tensor.parameter
         if tensor.segment == event.segment:
@@ -289,6 +316,9 @@ class Run(abc.ABC):
         if outcome.guessed:
             outcome = self._confirmed(event, result)
         values = [result] if type(result) is torch.Tensor else tree.tensors(result)
+        if outcome.attributes:
+            modules = list(event.target.modules())
+            values += [modules[i].__dict__[name] for i, name in outcome.attributes]
         self._check(event, outcome, values)
         return outcome, values + [reals[i] for i, _ in outcome.written]
 
@@ -308,10 +338,19 @@ class Run(abc.ABC):
             if values is not None:
                 made.value = values[0]
             return made
+        for slot, ((index, out), ident) in enumerate(zip(outcome.written, event.written, strict=True)):
+            tensor = leaves[index]
+            value = values[len(outcome.places) + slot] if values is not None else None
+            if type(tensor) is StageTensor:
+                _rebind(tensor, out.meta, event.stage, ident, event.segment, value)
+            else:
+                made = StageTensor(out.meta, event.stage, ident, event.segment)
+                made.value = value
+                self.replaced[id(tensor)] = tensor, made
         results: list[Any] = []
         for i, place in enumerate(outcome.places):
             if not isinstance(place, Out):
-                results.append(leaves[place])
+                results.append(self._current(leaves[place]))
                 continue
             ident = event.outputs[i]
             assert ident is not None
@@ -322,14 +361,20 @@ class Run(abc.ABC):
                 if type(leaves[index]) is StageTensor and leaves[index].parameter is None:
                     link(made, leaves[index])
             results.append(made)
-        for slot, ((index, out), ident) in enumerate(zip(outcome.written, event.written, strict=True)):
-            tensor = leaves[index]
-            assert type(tensor) is StageTensor
-            value = values[len(outcome.places) + slot] if values is not None else None
-            _rebind(tensor, out.meta, event.stage, ident, event.segment, value)
+        if outcome.attributes:
+            self._keep(event.target, outcome.attributes, results)
         if isinstance(outcome.spec, tree.Const):
             return outcome.spec.value
         return tree.unflatten(outcome.spec, results)
+
+    def _keep(self, unit: nn.Module, attributes: tuple[tuple[int, str], ...], results: list[Any]) -> None:
+        """Let glue read the tensors that a unit left in its modules; they are the last of ``results``."""
+        modules = list(unit.modules())
+        kept = results[len(results) - len(attributes) :]
+        del results[len(results) - len(attributes) :]
+        for (index, name), tensor in zip(attributes, kept, strict=True):
+            self.attributes[modules[index], name] = tensor
+            keep_attribute(self.layout, modules[index], name)
 
     @contextlib.contextmanager
     def plain(self) -> Iterator[None]:
@@ -394,16 +439,19 @@ class Explorer(Run):
         stage = max(homes) if homes else max(t.home for t in operands)
         for index, _ in outcome.written:
             target = leaves[index]
-            if type(target) is not StageTensor or target.parameter is not None:
-                raise WriteIntoReplicated(self.layout.name(func))
+            if type(target) is not StageTensor:
+                continue
+            if target.parameter is not None:
+                raise WriteIntoReplicated(f"{self.layout.name(func)} writes into a parameter")
             if target.home != stage and shared(target):
                 stage = target.home
         return self._add(func, stage, outcome, leaves)
 
     def _add(self, target: Any, stage: int, outcome: Outcome, leaves: list[Any]) -> Event:
         for index, _ in outcome.written:
-            if type(leaves[index]) is not StageTensor:
-                raise WriteIntoReplicated(self.layout.name(target))
+            written = leaves[index]
+            if type(written) is not StageTensor and written._is_view():
+                raise WriteIntoReplicated(f"{self.layout.name(target)} writes into a view of a plain tensor")
         inputs: list[int | None] = []
         parameters: list[int] = []
         for t in leaves:
@@ -508,7 +556,7 @@ class Explorer(Run):
                 self.record.metas[ident] = place.meta
             places.append(place)
         outcome = event.outcome
-        return Outcome(outcome.spec, tuple(places), outcome.written, outcome.draws, outcome.random, True, outcome.cost)
+        return dataclasses.replace(outcome, places=tuple(places))
 
 
 class Replay(Run):
@@ -542,7 +590,7 @@ class Replay(Run):
     def _left(self, ran: str, event: Event | Backward | None) -> None:
         due = "the end of the step function" if event is None else (
             "model.backward" if isinstance(event, Backward) else self.layout.name(event.target))
-        raise LeftProgram(ran, due, self._cursor)
+        raise LeftProgram(f"the step function called {ran} where its trace has {due} (event {self._cursor})")
 
     def _unit_event(self, unit: nn.Module, args: Any, kwargs: Any, leaves: list[Any], spec: tree.Spec) -> Event:
         event = self._next(unit)
@@ -565,7 +613,7 @@ class Replay(Run):
                     break
             else:
                 return
-        raise LeftProgram(f"{self.layout.name(event.target)} on other tensors", self.layout.name(event.target), self._cursor)
+        raise LeftProgram(f"{self.layout.name(event.target)} got other tensors than in its trace (event {self._cursor - 1})")
 
     def _enter_segment(self, segment: int) -> None:
         if segment != self._segment:
@@ -585,7 +633,7 @@ class Replay(Run):
             self._left("the end of the step function", self.program.events[self._cursor])
 
     def read(self, func: Any, args: Any, kwargs: Any) -> Any:
-        raise LeftProgram(f"{self.layout.name(func)} of a stage tensor", "no reading of values", self._cursor)
+        raise LeftProgram(f"{self.layout.name(func)} reads a stage tensor's value, which its trace did not")
 
     def _meta(self, ident: int) -> Meta:
         return self.program.metas[ident]

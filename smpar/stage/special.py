@@ -109,6 +109,29 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
 }
 
 
+def with_hooks(
+    unit: torch.nn.Module, hooks: tuple[Any, Any], call: Callable[[Any, Any], Any], args: Any, kwargs: Any
+) -> Any:
+    """Call a unit with its forward hooks run in glue, on stage tensors."""
+    before, after = hooks
+    for key, hook in list(before.items()):
+        if key in unit._forward_pre_hooks_with_kwargs:
+            changed = hook(unit, args, kwargs)
+            if changed is not None:
+                args, kwargs = changed
+        else:
+            changed = hook(unit, args)
+            if changed is not None:
+                args = changed if isinstance(changed, tuple) else (changed,)
+    result = call(args, kwargs)
+    for key, hook in list(after.items()):
+        with_kwargs = key in unit._forward_hooks_with_kwargs
+        changed = hook(unit, args, kwargs, result) if with_kwargs else hook(unit, args, result)
+        if changed is not None:
+            result = changed
+    return result
+
+
 def _holds_stage_tensor(value: Any) -> bool:
     if isinstance(value, StageTensor):
         return True

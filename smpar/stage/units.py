@@ -7,6 +7,7 @@ layers and the like run inside it, on plain tensors.
 from __future__ import annotations
 
 import contextlib
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,15 +37,52 @@ class _Split:
             raise
 
 
-_classes: dict[tuple[type, type], type] = {}
+class _Kept:
+    """An attribute in which a unit leaves a tensor: in glue, the running microbatch's own."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, module: nn.Module, owner: type) -> Any:
+        run = active()
+        if run is not None:
+            kept = run.attributes.get((module, self.name))
+            if kept is not None:
+                return kept
+        try:
+            return module.__dict__[self.name]
+        except KeyError:
+            raise AttributeError(f"{owner.__name__!r} object has no attribute {self.name!r}") from None
+
+    def __set__(self, module: nn.Module, value: Any) -> None:
+        run = active()
+        if run is not None:
+            run.attributes.pop((module, self.name), None)
+        module.__dict__[self.name] = value
+
+    def __delete__(self, module: nn.Module) -> None:
+        del module.__dict__[self.name]
 
 
-def _subclass(mixin: type, cls: type) -> type:
-    found = _classes.get((mixin, cls))
+_classes: dict[tuple[type, type, frozenset[str]], type] = {}
+
+
+def _subclass(mixin: type, cls: type, kept: frozenset[str] = frozenset()) -> type:
+    found = _classes.get((mixin, cls, kept))
     if found is None:
-        body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "_smpar_plain_class": cls}
-        found = _classes[mixin, cls] = type(cls.__name__, (mixin, cls), body)
+        body: dict[str, Any] = {name: _Kept(name) for name in kept}
+        body |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "_smpar_plain_class": cls}
+        found = _classes[mixin, cls, kept] = type(cls.__name__, (mixin, cls), body)
     return found
+
+
+def keep_attribute(layout: Layout, module: nn.Module, name: str) -> None:
+    """From now on glue reads ``module.name`` from its microbatch."""
+    names = layout.attributes.setdefault(module, set())
+    if name not in names:
+        names.add(name)
+        plain = getattr(type(module), "_smpar_plain_class", type(module))
+        module.__class__ = _subclass(_Unit, plain, frozenset(names))
 
 
 def can_be_marked(module: nn.Module) -> bool:
@@ -66,19 +104,25 @@ def marked(layout: Layout, inside: bool = False) -> Iterator[None]:
         inside: mark the modules inside units too, so that a trace sees glue call one of them directly, past its unit
             (``for layer in self.layers`` over an ``nn.Sequential``); such a module then counts as a unit.
     """
-    units = set(layout.units)
+    units = {*layout.units, *layout.attributes}
     if inside:
         units |= {m for unit in layout.units for m in unit.modules() if can_be_marked(m)}
     before = [(m, type(m)) for m in (*units, *layout.split)]
+    hooks = [(m, m._forward_pre_hooks, m._forward_hooks) for m in layout.glue_hooks]
+    layout.hooks = {m: (pre, post) for m, pre, post in hooks}
+    for m in layout.glue_hooks:
+        m._forward_pre_hooks, m._forward_hooks = OrderedDict(), OrderedDict()
     try:
         for unit in units:
-            unit.__class__ = _subclass(_Unit, type(unit))
+            unit.__class__ = _subclass(_Unit, type(unit), frozenset(layout.attributes.get(unit, ())))
         for module in layout.split:
             module.__class__ = _subclass(_Split, type(module))
         yield
     finally:
         for module, cls in before:
             module.__class__ = cls
+        for module, pre, post in hooks:
+            module._forward_pre_hooks, module._forward_hooks = pre, post
 
 
 def blamed(error: BaseException) -> nn.Module | None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -16,7 +18,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from smpar.trace import tree
@@ -78,16 +80,20 @@ class Outcome:
     """What a call does, as far as can be known without data.
 
     ``places`` says for each tensor of the result where it comes from: an ``Out``, or the index of
-    the input that it is. ``written`` are inputs changed in place, each with its state afterwards.
+    the input that it is. The last of them are ``attributes``, tensors that the unit leaves in its modules
+    (number of the module in ``unit.modules()``, name). ``written`` are inputs changed in place, each with its
+    state afterwards. ``leaks``: a forward hook in the unit hands tensors to the outside.
     """
 
     spec: tree.Spec
     places: tuple[Out | int, ...]
+    attributes: tuple[tuple[int, str], ...]
     written: tuple[tuple[int, Out], ...]
     draws: int
     random: bool
     guessed: bool
     cost: Cost
+    leaks: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -104,6 +110,12 @@ class DeviceRate:
 
 RATES = {"cpu": DeviceRate(4e10, 1e10, 2e-6), "cuda": DeviceRate(1.5e14, 1.5e12, 4e-6)}
 
+def _grouped_mm_flops(a: Any, b: Any, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
+    return int(2 * a.shape[-2] * a.shape[-1] * b.shape[-1] * (b.shape[0] if a.dim() == 3 else 1))
+
+
+_FLOPS = {**flop_registry, aten._grouped_mm: _grouped_mm_flops}
+
 _GUESSED = {aten._local_scalar_dense.default, aten.nonzero.default, aten.equal.default, aten.is_nonzero.default}
 _FREE = {"view", "_unsafe_view", "detach", "alias", "expand", "permute", "transpose", "t", "slice", "select",
          "unsqueeze", "squeeze", "as_strided", "split", "unbind", "empty", "empty_strided", "empty_like"}  # fmt: skip
@@ -112,11 +124,12 @@ _FREE = {"view", "_unsafe_view", "detach", "alias", "expand", "permute", "transp
 class _Watch(TorchDispatchMode):
     """Counts costs and random operators; answers what only data could tell with a guess."""
 
-    def __init__(self, guess: bool) -> None:
+    def __init__(self, guess: bool, follow: bool) -> None:
         super().__init__()
         self.flops = self.seconds = 0.0
         self.random = 0
         self.guessed = False
+        self.made: list[weakref.ref[torch.Tensor]] | None = [] if follow else None
         self._guess = guess
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -133,6 +146,8 @@ class _Watch(TorchDispatchMode):
         except (RuntimeError, NotImplementedError) as error:
             result = _on_zeros(func, args, kwargs, error)
         self._count(func, args, kwargs, result)
+        if self.made is not None:
+            self.made += [weakref.ref(t) for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
         return result
 
     def _guessed_result(self, func: Any, args: Any) -> Any:
@@ -168,7 +183,7 @@ class _Watch(TorchDispatchMode):
         if not isinstance(first, torch.Tensor):
             return
         out = first
-        formula = flop_registry.get(packet)
+        formula = _FLOPS.get(packet)
         flops = float(formula(*args, **kwargs, out_val=result)) if formula else 0.0
         moved = out.numel() * out.element_size()
         for arg in args:
@@ -233,8 +248,11 @@ class FakeRunner:
         return found
 
     @contextlib.contextmanager
-    def _twinned(self, module: torch.nn.Module) -> Iterator[None]:
-        """Swap a module's parameters and buffers for fresh fake twins; attributes changed meanwhile are put back."""
+    def _twinned(self, module: torch.nn.Module) -> Iterator[Callable[[], list[tuple[int, str, torch.Tensor]]]]:
+        """Swap a module's parameters and buffers for fresh fake twins; attributes changed meanwhile are put back.
+
+        Gives a function that lists the tensors set as attributes so far.
+        """
         snapshot = tree.Snapshot()
         modules = list(module.modules())
         for m in modules:
@@ -250,7 +268,13 @@ class FakeRunner:
                         if id(b) not in fresh:
                             fresh[id(b)] = self.twin(b).clone()
                         m._buffers[name] = fresh[id(b)]
-            yield
+            before = [{k: v for k, v in m.__dict__.items() if isinstance(v, torch.Tensor)} for m in modules]
+            yield lambda: [
+                (i, name, value)
+                for i, (m, old) in enumerate(zip(modules, before, strict=True))
+                for name, value in m.__dict__.items()
+                if isinstance(value, FakeTensor) and old.get(name) is not value
+            ]
         finally:
             snapshot.restore()
 
@@ -285,7 +309,8 @@ class FakeRunner:
         for const in tree.constants(spec):
             if const.opaque and not isinstance(const.value, torch.nn.Module):
                 snapshot.add(const.value)
-        watch = _Watch(guess)
+        hooked = module is not None and any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
+        watch = _Watch(guess, follow=hooked)
         count = CountMode(lambda: watch.random)
         saved: dict[int, int] = {}
         kept: set[int] = set()
@@ -300,8 +325,9 @@ class FakeRunner:
         was_disabled, quiet.disabled = quiet.disabled, True
         try:
             with contextlib.ExitStack() as stack:
+                left: Callable[[], list[tuple[int, str, torch.Tensor]]] = list
                 if module is not None:
-                    stack.enter_context(self._twinned(module))
+                    left = stack.enter_context(self._twinned(module))
                     kept.update(self.twin(p).untyped_storage()._cdata for p in module.parameters())
                 stack.enter_context(self.mode)
                 leaves, fakes = self._fakes(given)
@@ -311,7 +337,13 @@ class FakeRunner:
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t))
                 a, k = tree.unflatten(spec, fakes)
                 result = fn(*a, **k)
-            return self._outcome(result, leaves, fakes, versions, watch, count.calls, sum(saved.values()))
+                attributes = left()
+            outcome = self._outcome(
+                result, attributes, leaves, fakes, versions, watch, count.calls, sum(saved.values())
+            )
+            del result, attributes, leaves, fakes, a, k, left
+            snapshot.restore()
+            return dataclasses.replace(outcome, leaks=True) if watch.made and _alive(watch.made) else outcome
         finally:
             quiet.disabled = was_disabled
             snapshot.restore()
@@ -338,10 +370,19 @@ class FakeRunner:
         return leaves, fakes
 
     def _outcome(
-        self, result: Any, leaves: list[Any], fakes: list[Any], versions: list[int], watch: _Watch, draws: int, saved: int
+        self,
+        result: Any,
+        attributes: list[tuple[int, str, torch.Tensor]],
+        leaves: list[Any],
+        fakes: list[Any],
+        versions: list[int],
+        watch: _Watch,
+        draws: int,
+        saved: int,
     ) -> Outcome:
         outs: list[torch.Tensor] = []
         spec = tree.flatten(result, outs)
+        outs += [tensor for _, _, tensor in attributes]
         index = {id(f): i for i, f in reversed(list(enumerate(fakes)))}
         storages: dict[int, list[int]] = {}
         for i, fake in enumerate(fakes):
@@ -362,12 +403,21 @@ class FakeRunner:
         return Outcome(
             spec=spec,
             places=places,
+            attributes=tuple((i, name) for i, name, _ in attributes),
             written=tuple((i, out(fakes[i])) for i in written),
             draws=draws,
             random=watch.random > 0,
             guessed=watch.guessed,
             cost=Cost(watch.flops, watch.seconds, saved),
         )
+
+
+def _alive(made: list[weakref.ref[torch.Tensor]]) -> bool:
+    """Whether any of these tensors is still held by somebody."""
+    if not any(ref() is not None for ref in made):
+        return False
+    gc.collect()
+    return any(ref() is not None for ref in made)
 
 
 def _reached(tensor: torch.Tensor, marks: dict[int, int]) -> set[int]:

@@ -40,6 +40,7 @@ class Outcomes:
         self._operations: dict[Any, Outcome] = {}
         self._unit_keys: dict[nn.Module, Any] = {}
         self.fake_runs = 0
+        self.leaky: set[nn.Module] = set()  # units whose hooks hand tensors to the outside
         self.on_run: Callable[[], None] | None = None
 
     def forget_keys(self) -> None:
@@ -53,6 +54,8 @@ class Outcomes:
         if found is None:
             args, kwargs = tree.unflatten(spec, leaves)
             found = self._units[key] = self._run(unit, args, kwargs, unit)
+        if found.leaks:
+            self.leaky.add(unit)
         return found
 
     def of_operation(self, func: Callable[..., Any], leaves: list[torch.Tensor], spec: tree.Spec) -> Outcome:

@@ -234,7 +234,16 @@ class Snapshot:
                 obj.clear()
                 obj.update(saved)
             else:
-                attributes = obj.__dict__
-                if len(attributes) != len(saved) or any(attributes.get(k, LEAF) is not v for k, v in saved.items()):
-                    attributes.clear()
-                    attributes.update(saved)
+                _restore_attributes(obj.__dict__, saved)
+
+
+def _restore_attributes(attributes: dict[str, Any], saved: dict[str, Any]) -> None:
+    for name in [n for n, value in attributes.items() if saved.get(n, LEAF) is not value]:
+        if isinstance(attributes[name], bool):
+            continue  # a flag of something done once, such as hooks installed, which has been done indeed
+        if name in saved:
+            attributes[name] = saved[name]
+        else:
+            del attributes[name]
+    for name in saved.keys() - attributes.keys():
+        attributes[name] = saved[name]
