@@ -145,7 +145,7 @@ def _search(
 ) -> Partitioned:
     """Open modules, the dearest first, until their children balance well."""
     opened = {model} | {m for m in model.modules() if _holds_pin(m, pins) and m not in pins}
-    whole = {m for m in model.modules() if not _may_open(m)}
+    whole = {m for m in model.modules() if not may_open(m)}
     opened -= whole
     best: tuple[float, Explored, tuple[int, ...]] | None = None
     failure: Exception | None = None
@@ -200,7 +200,7 @@ def _never_called(seen: Explored) -> set[nn.Module]:
     }
 
 
-def _may_open(module: nn.Module) -> bool:
+def may_open(module: nn.Module) -> bool:
     """Whether a module's forward may run as glue, as far as its class tells."""
     if isinstance(module, (nn.MultiheadAttention, nn.RNNBase, torch.jit.ScriptModule)):
         return False
@@ -336,9 +336,9 @@ def _by_parameters(model: nn.Module, goal: Goal, pins: dict[nn.Module, int]) -> 
     total = parameter_bytes(model) or 1
     while True:
         units = maximal_units(model, opened)
-        dear = {u for u in units if parameter_bytes(u) > total / (4 * goal.stages) and _may_open(u)}
+        dear = {u for u in units if parameter_bytes(u) > total / (4 * goal.stages) and may_open(u)}
         if not dear and len(units) < goal.stages:
-            dear = {u for u in units if _may_open(u)}
+            dear = {u for u in units if may_open(u)}
         if not dear:
             break
         opened |= dear
