@@ -33,6 +33,8 @@ from smpar.comm.messages import (
 )
 from smpar.errors import SmparError
 from smpar.model import DistributedModel, set_partition
+from smpar.observe.metrics import metrics
+from smpar.observe.report import report, timetable
 from smpar.optimizer import DistributedOptimizer, clip_grad_norm_
 from smpar.ranks import *  # noqa: F403
 from smpar.runtime.core import init, is_initialized, is_tracing, shutdown

@@ -20,7 +20,7 @@ from smpar.stage.layout import Layout, maximal_units
 from smpar.stage.run import ValueNeeded
 from smpar.stage.split import Call
 from smpar.stage.units import blamed, can_be_marked
-from smpar.trace.graph import Link, ModuleGraph, Unit, parameter_bytes, shared_parameters
+from smpar.trace.graph import ModuleGraph, Unit, parameter_bytes, shared_parameters
 from smpar.trace.outcomes import Outcomes
 
 log = logging.getLogger("smpar")
@@ -29,7 +29,7 @@ _pins: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 _contexts: list[int] = []
 
 # Bytes of parameters, gradients and two moments of Adam, per byte of parameter.
-_STATE = 4
+STATE = 4
 # A transfer between neighbouring stages: bytes per second and seconds of latency, for counted costs.
 _LINKS = {"cpu": (1.5e9, 6e-5), "cuda": (5e10, 1e-5)}
 # Open further modules while the best partition is this much slower than a perfect balance ...
@@ -241,7 +241,7 @@ def unit_costs(graph: ModuleGraph, goal: Goal) -> list[UnitCost]:
     """Seconds per microbatch and bytes of each unit: its state, and the activations of the microbatches in flight."""
     in_flight = min(goal.microbatches, goal.stages)
     return [
-        UnitCost(u.name or "(model)", u.seconds, float(_STATE * u.parameter_bytes + in_flight * u.saved_bytes))
+        UnitCost(u.name or "(model)", u.seconds, float(STATE * u.parameter_bytes + in_flight * u.saved_bytes))
         for u in graph.units
     ]
 
@@ -251,18 +251,13 @@ def _cut(seen: Explored, goal: Goal, pins: dict[nn.Module, int]) -> tuple[Partit
     free = [i for i in range(len(seen.modules)) if i not in pinned]
     place = {old: new for new, old in enumerate(free)}
     costs = unit_costs(seen.graph, goal)
-    rate, latency = _LINKS["cuda" if torch.cuda.is_available() else "cpu"]
-
-    def seconds(link: Link) -> float:
-        return 2 * (link.nbytes / rate + latency)
-
     edges = [
-        Edge(place[link.source], tuple(place[t] for t in link.targets if t in place), seconds(link))
+        Edge(place[link.source], tuple(place[t] for t in link.targets if t in place), 2 * link_seconds(link.nbytes))
         for link in seen.graph.links
         if link.source in place and any(t in place for t in link.targets)
     ]
     ties = [
-        Tie(tuple(place[u] for u in s.units if u in place), 2 * s.nbytes / rate)
+        Tie(tuple(place[u] for u in s.units if u in place), 2 * s.nbytes / _link()[0])
         for s in seen.graph.shared
         if sum(u in place for u in s.units) > 1
     ]
@@ -276,6 +271,16 @@ def _cut(seen: Explored, goal: Goal, pins: dict[nn.Module, int]) -> tuple[Partit
     for old, stage in pinned.items():
         stage_of[old] = stage
     return found, tuple(stage_of)
+
+
+def _link() -> tuple[float, float]:
+    return _LINKS["cuda" if torch.cuda.is_available() else "cpu"]
+
+
+def link_seconds(nbytes: int) -> float:
+    """Seconds of a transfer between stages, one way."""
+    rate, latency = _link()
+    return nbytes / rate + latency
 
 
 def _pin_of(module: nn.Module, pins: dict[nn.Module, int]) -> int | None:

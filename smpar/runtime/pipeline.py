@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from smpar.comm.channels import Channels as RankChannels
 from smpar.comm.channels import open_channels
 from smpar.comm.world import World
 from smpar.config import Config
 from smpar.errors import ModelError
 from smpar.observe.spans import Spans
+from smpar.observe.transfers import StageChannels
 from smpar.runtime.executor import Executor, Timetable
 from smpar.runtime.partitioning import Goal, Partitioned, make_layout
 from smpar.runtime.planning import explore
@@ -38,23 +38,6 @@ from smpar.trace.outcomes import Outcomes, autocast_state, module_key
 log = logging.getLogger("smpar")
 
 _REMEMBERED = 128  # programs and timetables kept; the least recently used one goes first
-
-
-class StageChannels:
-    """Channels whose ends are named by stage."""
-
-    def __init__(self, channels: RankChannels, ranks: Sequence[int]) -> None:
-        self._channels = channels
-        self._ranks = ranks
-
-    def post_recv(self, src: int, tensor: torch.Tensor) -> Any:
-        return self._channels.post_recv(self._ranks[src], tensor)
-
-    def send(self, dst: int, tensor: torch.Tensor) -> None:
-        self._channels.send(self._ranks[dst], tensor)
-
-    def finish(self) -> None:
-        self._channels.finish()
 
 
 class _Recent(OrderedDict[Any, Any]):
@@ -97,6 +80,7 @@ class Pipeline:
         self.outcomes = Outcomes(FakeRunner(world.device))
         self.partitioned: Partitioned | None = None
         self.timetable: Timetable | None = None
+        self.in_order: tuple[MicrobatchProgram, ...] = ()  # what the last step's microbatches did without a timetable
         self.tracing = False
         self.after_partition: list[Callable[[], None]] = []
         self._programs: _Recent = _Recent()
@@ -114,7 +98,7 @@ class Pipeline:
         if self._channels is None:
             opened = open_channels(self.world, self.world.device)
             assert opened is not None
-            self._channels = StageChannels(opened, self.world.group("pp"))
+            self._channels = StageChannels(opened, self.world, self.spans)
         return self._channels
 
     def holds(self, parameter: torch.Tensor) -> bool:
@@ -137,6 +121,7 @@ class Pipeline:
             with marked(self.layout, inside=programs is None), patched():
                 if programs is None:
                     results, programs = executor.in_program_order(fn, batch, shares, seeds, self.outcomes)
+                    self.timetable, self.in_order = None, tuple(programs)
                 else:
                     self.timetable = self._timetable(tuple(programs))
                     results = executor.scheduled(fn, batch, shares, seeds, self.timetable)
