@@ -82,8 +82,10 @@ def _write_together(mine: list[Span], dropped: int, world: World, folder: str) -
 
 def _label(world: World) -> str:
     parts = [f"stage {world.axis_rank('pp')}"]
-    parts += [f"{name} {world.axis_rank(axis)}" for axis, name in (("rdp", "replica"), ("tp", "shard"))
-              if world.axis_size(axis) > 1]  # type: ignore[arg-type]  # fmt: skip
+    if world.axis_size("rdp") > 1:
+        parts.append(f"replica {world.axis_rank('rdp')}")
+    if world.axis_size("tp") > 1:
+        parts.append(f"shard {world.axis_rank('tp')}")
     return ", ".join(parts)
 
 

@@ -68,7 +68,7 @@ def predict_stages(model: nn.Module, partitioned: Partitioned, in_flight: tuple[
 
 
 def most_in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """By rank, the most microbatches begun and not yet ended. A schedule without backwards keeps none longer than one."""
+    """By rank, the most microbatches begun and not yet ended; without backwards each ends at once."""
     result = []
     for actions in schedule.ranks:
         last = {a.microbatch: i for i, a in enumerate(actions) if a.kind is Kind.B}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from smpar.runtime.partitioning import Explored, may_open, survey
+from smpar.runtime.partitioning import Explored, may_open, never_called, survey
 from smpar.stage.layout import maximal_units
 from smpar.stage.run import ValueNeeded
 from smpar.stage.units import blamed
@@ -26,7 +26,7 @@ _remembered: weakref.WeakKeyDictionary[nn.Module, Outcomes] = weakref.WeakKeyDic
 
 
 def module_graph(model: nn.Module, *args: Any, **kwargs: Any) -> ModuleGraph:
-    """Trace ``model(*args, **kwargs)`` under fake tensors: units in call order, their costs, data flow, shared parameters.
+    """Trace ``model(*args, **kwargs)`` under fake tensors: units in call order, costs, data flow, shared parameters.
 
     Needs no ``smpar.init``. Nothing is computed and no memory is taken for it, so the model may be larger than memory
     and made on the meta device (its parameters are then taken to live on the CPU). Units are found by opening modules
@@ -83,6 +83,7 @@ def _open_until_even(model: nn.Module, call: Any, outcomes: Outcomes) -> Explore
             for m, u in zip(seen.modules, seen.graph.units, strict=True)
             if m not in whole and u.seconds > _LARGE * time
         }
+        large |= never_called(seen) - opened
         if not large:
             return seen
         opened |= large

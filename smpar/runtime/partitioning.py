@@ -166,7 +166,7 @@ def _search(
             if not opened:
                 raise failure from None
             continue
-        opened |= _never_called(seen)
+        opened |= never_called(seen)
         if goal.measure is not None:
             seen = dataclasses.replace(seen, graph=goal.measure(seen))
         try:
@@ -188,7 +188,7 @@ def _search(
     return _laid_out(model, seen, goal, stage_of)
 
 
-def _never_called(seen: Explored) -> set[nn.Module]:
+def never_called(seen: Explored) -> set[nn.Module]:
     """Modules taken for units that glue reaches into instead of calling them."""
     called = set(seen.modules)
     return {
@@ -290,7 +290,7 @@ def _pin_of(module: nn.Module, pins: dict[nn.Module, int]) -> int | None:
 def _laid_out(model: nn.Module, seen: Explored, goal: Goal, stage_of: tuple[int, ...]) -> Partitioned:
     units = dict(zip(seen.modules, stage_of, strict=True))
     last = 0
-    bypassed = _never_called(seen)
+    bypassed = never_called(seen)
     for unit in seen.layout.units:  # units that the trace did not call go with those before them
         if unit not in bypassed:
             last = units.setdefault(unit, last)
@@ -325,8 +325,10 @@ def _by_hand(
             units = maximal_units(model, opened)
             layout = Layout.make(model, goal.stages, {u: stage[u] for u in units}, {})
             return Partitioned(layout, bare_graph(units, layout), tuple(stage[u] for u in units))
+    if goal.measure is not None:
+        seen = dataclasses.replace(seen, graph=goal.measure(seen))
     stage_of = tuple(stage[m] for m in seen.modules)
-    units_ = {u: stage[u] for u in {*seen.layout.units, *seen.modules} - _never_called(seen)}
+    units_ = {u: stage[u] for u in {*seen.layout.units, *seen.modules} - never_called(seen)}
     anchors = {id(p): stage[m] for m in seen.layout.split if m in pins for p in m.parameters(recurse=False)}
     anchors = {key: stage_of[index] for key, index in seen.anchors.items()} | anchors
     empty = set(range(goal.stages)) - set(units_.values())
