@@ -33,9 +33,13 @@ from smpar.comm.messages import (
 )
 from smpar.errors import SmparError
 from smpar.model import DistributedModel, set_partition
+from smpar.observe.metrics import metrics
+from smpar.observe.report import report, timetable
 from smpar.optimizer import DistributedOptimizer, clip_grad_norm_
 from smpar.ranks import *  # noqa: F403
 from smpar.runtime.core import init, is_initialized, is_tracing, shutdown
+from smpar.runtime.module_graph import module_graph
 from smpar.runtime.partitioning import partition
 from smpar.runtime.step import step
 from smpar.stage.split import StepOutput
+from smpar.trace.graph import ModuleGraph

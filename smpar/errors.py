@@ -198,3 +198,10 @@ class ModelError(StepError):
 
     RULE = "one DistributedModel is trained at a time, by optimizers made over its parameters"
     FIX = "model = smpar.DistributedModel(module); optimizer = smpar.DistributedOptimizer(optimizer)"
+
+
+class NothingRan(StepError):
+    """Something asks what the last step did, and there was none."""
+
+    RULE = "smpar.timetable() shows the schedule of the last step"
+    FIX = "call it after the first step"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import weakref
 from collections.abc import Callable, Mapping
@@ -12,7 +13,8 @@ import torch
 from smpar.comm.world import World, set_current
 from smpar.config import Config
 from smpar.errors import ConfigError, ModelError, NotInitialized
-from smpar.observe.spans import Spans
+from smpar.observe.perfetto import write_trace
+from smpar.observe.spans import Spans, clock_of
 
 if TYPE_CHECKING:
     from smpar.model import DistributedModel
@@ -31,8 +33,11 @@ class Runtime:
     def __init__(self, config: Config, world: World) -> None:
         self.config = config
         self.world = world
-        self.spans = Spans(bool(os.environ.get("SMPAR_TRACE")))
         self.trace_dir = os.environ.get("SMPAR_TRACE")
+        self.spans = Spans(bool(self.trace_dir), clock_of(world.device))
+        self.spans.counting = os.environ.get("SMPAR_METRICS", "0") not in ("", "0")
+        if self.trace_dir:
+            atexit.register(self.close)  # before the world's own: the last registered goes first
         self.step = 0
         self.microbatch: float | None = None
         self.in_step = False
@@ -69,7 +74,11 @@ class Runtime:
         self._optimizer = weakref.ref(optimizer)
 
     def close(self) -> None:
-        """Nothing is left behind."""
+        """Write the trace, if one was asked for; all ranks call this together."""
+        if self.trace_dir:
+            folder, self.trace_dir = self.trace_dir, None
+            atexit.unregister(self.close)
+            write_trace(self.spans, self.world, folder)
 
 
 _runtime: Runtime | None = None

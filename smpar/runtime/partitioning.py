@@ -20,7 +20,7 @@ from smpar.stage.layout import Layout, maximal_units
 from smpar.stage.run import ValueNeeded
 from smpar.stage.split import Call
 from smpar.stage.units import blamed, can_be_marked
-from smpar.trace.graph import Link, ModuleGraph, Unit, parameter_bytes, shared_parameters
+from smpar.trace.graph import ModuleGraph, Unit, parameter_bytes, shared_parameters
 from smpar.trace.outcomes import Outcomes
 
 log = logging.getLogger("smpar")
@@ -29,7 +29,7 @@ _pins: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 _contexts: list[int] = []
 
 # Bytes of parameters, gradients and two moments of Adam, per byte of parameter.
-_STATE = 4
+STATE = 4
 # A transfer between neighbouring stages: bytes per second and seconds of latency, for counted costs.
 _LINKS = {"cpu": (1.5e9, 6e-5), "cuda": (5e10, 1e-5)}
 # Open further modules while the best partition is this much slower than a perfect balance ...
@@ -152,7 +152,7 @@ def _search(
 ) -> Partitioned:
     """Open modules, the dearest first, until their children balance well."""
     opened = {model} | {m for m in model.modules() if _holds_pin(m, pins) and m not in pins}
-    whole = {m for m in model.modules() if not _may_open(m)}
+    whole = {m for m in model.modules() if not may_open(m)}
     opened -= whole
     best: tuple[float, Explored, tuple[int, ...]] | None = None
     failure: Exception | None = None
@@ -178,7 +178,7 @@ def _search(
             continue
         if _expose(outcomes.leaky, opened, glue_hooks, whole):
             continue
-        opened |= _never_called(seen)
+        opened |= never_called(seen)
         if goal.measure is not None:
             seen = dataclasses.replace(seen, graph=goal.measure(seen))
         try:
@@ -219,7 +219,7 @@ def _expose(leaky: set[nn.Module], opened: set[nn.Module], glue_hooks: set[nn.Mo
     return found
 
 
-def _never_called(seen: Explored) -> set[nn.Module]:
+def never_called(seen: Explored) -> set[nn.Module]:
     """Modules taken for units that glue reaches into instead of calling them."""
     called = set(seen.modules)
     return {
@@ -231,7 +231,7 @@ def _never_called(seen: Explored) -> set[nn.Module]:
     }
 
 
-def _may_open(module: nn.Module) -> bool:
+def may_open(module: nn.Module) -> bool:
     """Whether a module's forward may run as glue, as far as its class tells."""
     if isinstance(module, (nn.MultiheadAttention, nn.RNNBase, torch.jit.ScriptModule)):
         return False
@@ -272,7 +272,7 @@ def unit_costs(graph: ModuleGraph, goal: Goal) -> list[UnitCost]:
     """Seconds per microbatch and bytes of each unit: its state, and the activations of the microbatches in flight."""
     in_flight = min(goal.microbatches, goal.stages)
     return [
-        UnitCost(u.name or "(model)", u.seconds, float(_STATE * u.parameter_bytes + in_flight * u.saved_bytes))
+        UnitCost(u.name or "(model)", u.seconds, float(STATE * u.parameter_bytes + in_flight * u.saved_bytes))
         for u in graph.units
     ]
 
@@ -282,18 +282,13 @@ def _cut(seen: Explored, goal: Goal, pins: dict[nn.Module, int]) -> tuple[Partit
     free = [i for i in range(len(seen.modules)) if i not in pinned]
     place = {old: new for new, old in enumerate(free)}
     costs = unit_costs(seen.graph, goal)
-    rate, latency = _LINKS["cuda" if torch.cuda.is_available() else "cpu"]
-
-    def seconds(link: Link) -> float:
-        return 2 * (link.nbytes / rate + latency)
-
     edges = [
-        Edge(place[link.source], tuple(place[t] for t in link.targets if t in place), seconds(link))
+        Edge(place[link.source], tuple(place[t] for t in link.targets if t in place), 2 * link_seconds(link.nbytes))
         for link in seen.graph.links
         if link.source in place and any(t in place for t in link.targets)
     ]
     ties = [
-        Tie(tuple(place[u] for u in s.units if u in place), 2 * s.nbytes / rate)
+        Tie(tuple(place[u] for u in s.units if u in place), 2 * s.nbytes / _link()[0])
         for s in seen.graph.shared
         if sum(u in place for u in s.units) > 1
     ]
@@ -309,6 +304,16 @@ def _cut(seen: Explored, goal: Goal, pins: dict[nn.Module, int]) -> tuple[Partit
     return found, tuple(stage_of)
 
 
+def _link() -> tuple[float, float]:
+    return _LINKS["cuda" if torch.cuda.is_available() else "cpu"]
+
+
+def link_seconds(nbytes: int) -> float:
+    """Seconds of a transfer between stages, one way."""
+    rate, latency = _link()
+    return nbytes / rate + latency
+
+
 def _pin_of(module: nn.Module, pins: dict[nn.Module, int]) -> int | None:
     return pins.get(module)
 
@@ -316,7 +321,7 @@ def _pin_of(module: nn.Module, pins: dict[nn.Module, int]) -> int | None:
 def _laid_out(model: nn.Module, seen: Explored, goal: Goal, stage_of: tuple[int, ...]) -> Partitioned:
     units = dict(zip(seen.modules, stage_of, strict=True))
     last = 0
-    bypassed = _never_called(seen)
+    bypassed = never_called(seen)
     for unit in seen.layout.units:  # units that the trace did not call go with those before them
         if unit not in bypassed:
             last = units.setdefault(unit, last)
@@ -362,8 +367,10 @@ def _by_hand(
             units = maximal_units(model, opened)
             layout = Layout.make(model, goal.stages, {u: stage[u] for u in units}, {}, set())
             return Partitioned(layout, bare_graph(units, layout), tuple(stage[u] for u in units))
+    if goal.measure is not None:
+        seen = dataclasses.replace(seen, graph=goal.measure(seen))
     stage_of = tuple(stage[m] for m in seen.modules)
-    units_ = {u: stage[u] for u in {*seen.layout.units, *seen.modules} - _never_called(seen)}
+    units_ = {u: stage[u] for u in {*seen.layout.units, *seen.modules} - never_called(seen)}
     anchors = {id(p): stage[m] for m in seen.layout.split if m in pins for p in m.parameters(recurse=False)}
     anchors = {key: stage_of[index] for key, index in seen.anchors.items()} | anchors
     empty = set(range(goal.stages)) - set(units_.values())
@@ -380,9 +387,9 @@ def _by_parameters(model: nn.Module, goal: Goal, pins: dict[nn.Module, int]) -> 
     total = parameter_bytes(model) or 1
     while True:
         units = maximal_units(model, opened)
-        dear = {u for u in units if parameter_bytes(u) > total / (4 * goal.stages) and _may_open(u)}
+        dear = {u for u in units if parameter_bytes(u) > total / (4 * goal.stages) and may_open(u)}
         if not dear and len(units) < goal.stages:
-            dear = {u for u in units if _may_open(u)}
+            dear = {u for u in units if may_open(u)}
         if not dear:
             break
         opened |= dear

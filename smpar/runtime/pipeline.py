@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from smpar.comm.channels import Channels as RankChannels
 from smpar.comm.channels import open_channels
 from smpar.comm.world import World
 from smpar.config import Config
 from smpar.errors import ModelError
+from smpar.observe.progress import Progress
 from smpar.observe.spans import Spans
+from smpar.observe.transfers import StageChannels
 from smpar.runtime.executor import Executor, Timetable
+from smpar.runtime.measure import Measurer
 from smpar.runtime.partitioning import Goal, Partitioned, make_layout
 from smpar.runtime.planning import explore
 from smpar.runtime.reduction import average_replicas, own_gradients, sum_tied
@@ -38,23 +41,6 @@ from smpar.trace.outcomes import Outcomes, autocast_state, module_key
 log = logging.getLogger("smpar")
 
 _REMEMBERED = 128  # programs and timetables kept; the least recently used one goes first
-
-
-class StageChannels:
-    """Channels whose ends are named by stage."""
-
-    def __init__(self, channels: RankChannels, ranks: Sequence[int]) -> None:
-        self._channels = channels
-        self._ranks = ranks
-
-    def post_recv(self, src: int, tensor: torch.Tensor) -> Any:
-        return self._channels.post_recv(self._ranks[src], tensor)
-
-    def send(self, dst: int, tensor: torch.Tensor) -> None:
-        self._channels.send(self._ranks[dst], tensor)
-
-    def finish(self) -> None:
-        self._channels.finish()
 
 
 class _Recent(OrderedDict[Any, Any]):
@@ -97,6 +83,7 @@ class Pipeline:
         self.outcomes = Outcomes(FakeRunner(world.device))
         self.partitioned: Partitioned | None = None
         self.timetable: Timetable | None = None
+        self.in_order: tuple[MicrobatchProgram, ...] = ()  # what the last step's microbatches did without a timetable
         self.tracing = False
         self.after_partition: list[Callable[[], None]] = []
         self._programs: _Recent = _Recent()
@@ -114,7 +101,7 @@ class Pipeline:
         if self._channels is None:
             opened = open_channels(self.world, self.world.device)
             assert opened is not None
-            self._channels = StageChannels(opened, self.world.group("pp"))
+            self._channels = StageChannels(opened, self.world, self.spans)
         return self._channels
 
     def holds(self, parameter: torch.Tensor) -> bool:
@@ -137,6 +124,7 @@ class Pipeline:
             with marked(self.layout, inside=programs is None), patched():
                 if programs is None:
                     results, programs = executor.in_program_order(fn, batch, shares, seeds, self.outcomes)
+                    self.timetable, self.in_order = None, tuple(programs)
                 else:
                     self.timetable = self._timetable(tuple(programs))
                     results = executor.scheduled(fn, batch, shares, seeds, self.timetable)
@@ -154,11 +142,11 @@ class Pipeline:
             raise ModelError("the model has parameters on the meta device, which hold no values to train")
         c = self.config
         goal = Goal(self.stages, c.microbatches, c.memory_weight, c.auto_partition, c.default_partition, c.skip_tracing)
-        self.tracing = True
-        try:
+        with self._tracing("partitioning the model"), contextlib.ExitStack() as stack:
+            if self.measure:
+                measurer = stack.enter_context(Measurer(self.outcomes, self.world.rank == 0))
+                goal = dataclasses.replace(goal, measure=measurer.measure)
             self.partitioned = make_layout(fn, batch.calls[0], self.model, self.outcomes, goal)
-        finally:
-            self.tracing = False
 
     def _plan(self, fn: Callable[..., Any], batch: Batch) -> list[MicrobatchProgram] | None:
         """The microbatches' programs; None if they cannot be known beforehand or do not fit one schedule."""
@@ -181,9 +169,9 @@ class Pipeline:
         return programs if all(p.skeleton == programs[0].skeleton for p in programs) else None
 
     def _explore(self, fn: Callable[..., Any], call: Any, key: Any) -> MicrobatchProgram | _Dynamic:
-        self.tracing = True
         try:
-            program, reads = explore(fn, call, self.model, self.layout, self.outcomes)
+            with self._tracing("planning a step"):
+                program, reads = explore(fn, call, self.model, self.layout, self.outcomes)
         except ValueNeeded as need:
             log.warning(
                 "smpar: the step needs a value while it runs (%s); its microbatches run in program order, "
@@ -192,11 +180,21 @@ class Pipeline:
             dynamic = _Dynamic(str(need))
             self._programs.keep(key, dynamic)
             return dynamic
-        finally:
-            self.tracing = False
         if not reads:  # else other values may make another program, so it is planned each time
             self._programs.keep(key, program)
         return program
+
+    @contextlib.contextmanager
+    def _tracing(self, what: str) -> Iterator[None]:
+        """Around work under fake tensors: rank 0 shows how it goes on."""
+        self.tracing = True
+        try:
+            with Progress(what, "module calls traced", shown=self.world.rank == 0) as progress:
+                self.outcomes.on_run = progress.advance
+                yield
+        finally:
+            self.outcomes.on_run = None
+            self.tracing = False
 
     def _current_modes(self) -> Any:
         split = self.layout.split

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, overload
 
 import torch
 
 from smpar.errors import BatchError, ModelError
+from smpar.observe.metrics import report_step
 from smpar.runtime.agreement import agree
 from smpar.runtime.core import Runtime, runtime
 from smpar.runtime.reduction import average_replicas, own_gradients
@@ -71,7 +73,11 @@ def step(
             raise ModelError("a step was called inside a step")
         batch = split(names, args, kwargs, now.config.microbatches, whole, axes)
         with now.world.guard():
-            results = _run(now, fn, (args, kwargs), batch)
+            number, start = now.step, time.monotonic_ns()
+            with now.spans.step(number):
+                results = _run(now, fn, (args, kwargs), batch)
+            if now.spans.counting:
+                report_step(now.spans, now.world, number, results, batch, time.monotonic_ns() - start)
         if detach_outputs:
             results = [tree.map_tensors(torch.Tensor.detach, result) for result in results]
         return merge(results, batch.weights)
@@ -125,7 +131,7 @@ def _without_pipeline(
             seed_generators(mix(seed, now.world.axis_rank("dp"), i))
             now.microbatch = shares[i]
             try:
-                with SeedMode():
+                with SeedMode(), now.spans.microbatch(i):
                     results.append(fn(*args, **kwargs))
             finally:
                 now.microbatch = None

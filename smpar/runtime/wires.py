@@ -20,7 +20,7 @@ class Pending(Protocol):
 class Channels(Protocol):
     """One first-in-first-out channel per directed pair of stages."""
 
-    def post_recv(self, src: int, tensor: torch.Tensor) -> Pending: ...
+    def post_recv(self, src: int, tensor: torch.Tensor, about: Message | None = None) -> Pending: ...
 
     def send(self, dst: int, tensor: torch.Tensor) -> None: ...
 
@@ -90,7 +90,7 @@ class Inbox:
             program = self._programs[due.microbatch]
             meta = program.metas[program.shape.flows[due.flow].tensor]
             tensor, flat = buffer_for(meta)
-            self._posted[due] = tensor, self._channels.post_recv(src, flat) if flat.numel() else None
+            self._posted[due] = tensor, self._channels.post_recv(src, flat, due) if flat.numel() else None
             if due == message:
                 return
 

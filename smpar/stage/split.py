@@ -16,10 +16,14 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """A step's arguments by microbatch. ``weights`` are the microbatches' parts of the samples; they sum to 1."""
+    """A step's arguments by microbatch. ``weights`` are the microbatches' parts of the samples; they sum to 1.
+
+    ``samples`` is the number of samples in the batch; None if no tensor was split.
+    """
 
     calls: tuple[Call, ...]
     weights: tuple[float, ...]
+    samples: int | None = None
 
 
 def split(
@@ -51,7 +55,7 @@ def split(
         (tuple(part[i] for part in parts), {name: part[i] for name, part in named.items()})
         for i in range(microbatches)
     )
-    return Batch(calls, splitter.weights())
+    return Batch(calls, splitter.weights(), splitter.samples[1] if splitter.samples is not None else None)
 
 
 class _Splitter:

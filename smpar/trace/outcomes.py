@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from smpar.trace import tree
-from smpar.trace.fake import FakeRunner, NoSubclass, Outcome, meta_of
+from smpar.trace.fake import Cost, FakeRunner, NoSubclass, Outcome, meta_of
 
 _POSITION_NAMES = {"layer_idx", "layer_id", "layer_index", "layer_number", "layer_num", "block_idx", "block_index",
                    "block_id", "idx", "index", "layer_i", "depth_idx"}  # fmt: skip
@@ -42,6 +43,7 @@ class Outcomes:
         self.fake_runs = 0
         self.leaky: set[nn.Module] = set()  # units whose hooks hand tensors to the outside
         self.on_run: Callable[[], None] | None = None
+        self.on_call: Callable[[nn.Module, Any, list[torch.Tensor], tree.Spec], None] | None = None
 
     def forget_keys(self) -> None:
         """Modes and flags of modules may have changed: work their keys out anew."""
@@ -56,7 +58,17 @@ class Outcomes:
             found = self._units[key] = self._run(unit, args, kwargs, unit)
         if found.leaks:
             self.leaky.add(unit)
+        if self.on_call is not None:
+            self.on_call(unit, key, leaves, spec)
         return found
+
+    def cost(self, key: Any) -> Cost:
+        """The cost of the call that ``on_call`` told by this key."""
+        return self._units[key].cost
+
+    def set_cost(self, key: Any, cost: Cost) -> None:
+        """Replace a counted cost by a measured one."""
+        self._units[key] = dataclasses.replace(self._units[key], cost=cost)
 
     def of_operation(self, func: Callable[..., Any], leaves: list[torch.Tensor], spec: tree.Spec) -> Outcome:
         """The outcome of a function of torch; arguments as for ``of_unit``."""

@@ -1,0 +1,81 @@
+"""Channels between stages that can be watched: each message gets a number, the same at both ends, without being asked.
+
+    rank 0   send(1, a)   is message 0>1#0             post_recv(0, b)   receives message 0>1#0   on rank 1
+             send(1, c)   is message 0>1#1             post_recv(0, d)   receives message 0>1#1
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from smpar.comm.channels import Channels
+from smpar.comm.world import World
+from smpar.observe.spans import Spans
+
+if TYPE_CHECKING:
+    from smpar.schedule import Message
+
+
+class _Pending(Protocol):
+    def wait(self) -> Any: ...
+
+
+class StageChannels:
+    """Channels of this rank whose ends are named by stage.
+
+    Args:
+        channels: between ranks.
+        world: says which ranks hold the stages.
+        spans: where messages and waits are noted, while it is on.
+    """
+
+    def __init__(self, channels: Channels, world: World, spans: Spans) -> None:
+        self._channels = channels
+        self._ranks = world.group("pp")
+        self._rank = world.rank
+        self._spans = spans
+        self._sent = [0] * len(self._ranks)
+        self._received = [0] * len(self._ranks)
+
+    def post_recv(self, src: int, tensor: torch.Tensor, about: Message | None = None) -> _Pending:
+        """Start the next receive from stage ``src``; ``about`` is what it will be called."""
+        pending = self._channels.post_recv(self._ranks[src], tensor)
+        number = self._received[src]
+        self._received[src] = number + 1
+        if not self._spans.on:
+            return pending
+        peer = self._ranks[src]
+        what = f"{about.kind} {about.flow} of microbatch {about.microbatch}" if about is not None else "message"
+        return _Watched(pending, self._spans, f"wait for {what} from rank {peer}", f"{peer}>{self._rank}#{number}")
+
+    def send(self, dst: int, tensor: torch.Tensor) -> None:
+        """Start the next send to stage ``dst``."""
+        number = self._sent[dst]
+        self._sent[dst] = number + 1
+        peer = self._ranks[dst]
+        if not self._spans.on:
+            self._channels.send(peer, tensor)
+            return
+        size = tensor.numel() * tensor.element_size()
+        with self._spans.send(f"send to rank {peer}", flow=f"{self._rank}>{peer}#{number}", bytes=size):
+            self._channels.send(peer, tensor)
+
+    def finish(self) -> None:
+        """Wait until all sends are received."""
+        with self._spans.wait("wait for sends to be received"):
+            self._channels.finish()
+
+
+class _Watched:
+    """A receive whose wait is noted."""
+
+    __slots__ = ("_flow", "_name", "_pending", "_spans")
+
+    def __init__(self, pending: _Pending, spans: Spans, name: str, flow: str) -> None:
+        self._pending, self._spans, self._name, self._flow = pending, spans, name, flow
+
+    def wait(self) -> None:
+        with self._spans.wait(self._name, flow=self._flow):
+            self._pending.wait()
