@@ -169,6 +169,8 @@ def _search(
         opened |= _never_called(seen)
         if goal.measure is not None:
             seen = dataclasses.replace(seen, graph=goal.measure(seen))
+        if all(m in pins for m in seen.modules):  # nothing is left to decide
+            return _laid_out(model, seen, goal, tuple(pins[m] for m in seen.modules))
         try:
             found, stage_of = _cut(seen, goal, pins)
         except TooFewUnits as error:
@@ -266,10 +268,7 @@ def _cut(seen: Explored, goal: Goal, pins: dict[nn.Module, int]) -> tuple[Partit
         for s in seen.graph.shared
         if sum(u in place for u in s.units) > 1
     ]
-    stages = goal.stages if free or not pinned else 0
-    if not stages:
-        raise PartitionError("every module is put on a stage by hand; set auto_partition to False")
-    found = best_cuts([costs[i] for i in free], edges, ties, stages, goal.microbatches, goal.memory_weight)
+    found = best_cuts([costs[i] for i in free], edges, ties, goal.stages, goal.microbatches, goal.memory_weight)
     stage_of = [0] * len(seen.modules)
     for new, old in enumerate(free):
         stage_of[old] = sum(new >= cut for cut in found.cuts) - 1
