@@ -182,8 +182,18 @@ class BatchError(StepError):
 class RanksDisagree(StepError):
     """The ranks of one pipeline called the step with different inputs."""
 
-    RULE = "all ranks of a pipeline group call the step with the same batch"
-    FIX = "shard the data by smpar.dp_rank() of smpar.dp_size(), never by smpar.rank()"
+    RULE = "all ranks of a pipeline call the same step functions in the same order, with the same batches"
+    FIX = "shard the data by smpar.dp_rank() of smpar.dp_size(), never by smpar.rank(); call each step on every rank"
+
+
+class ProgramsDisagree(RanksDisagree):
+    """The ranks of one pipeline would run different modules or operations, or in other modes."""
+
+    RULE = "all ranks of a pipeline run the same modules and operations in a step, in the same modes"
+    FIX = (
+        "call train(), eval(), requires_grad_() and autocast alike on all ranks; let nothing in the model's forward or "
+        "in the step depend on smpar.rank() or smpar.pp_rank()"
+    )
 
 
 class PartitionError(StepError):

@@ -1,8 +1,18 @@
-"""At the start of each step the ranks of a pipeline make sure that they were called alike, and share a seed."""
+"""At the start of each step the ranks of a pipeline make sure that they do the same, and share a seed.
+
+Two questions, each one small exchange:
+
+    agree           were all called with the same step function, batch, and modes?     each step
+    agree_programs  do all run the same modules and operations on the same stages?     where a program is new
+
+Without the second, a step that looks at its rank would be silently wrong, or wait for ever.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import zlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,43 +20,110 @@ import torch.distributed as dist
 
 from smpar.comm.messages import CommGroup, allgather
 from smpar.comm.world import World
-from smpar.errors import RanksDisagree
+from smpar.errors import ProgramsDisagree, RanksDisagree
+from smpar.stage.layout import Layout
+from smpar.stage.record import Event, MicrobatchProgram
 from smpar.trace import tree
-from smpar.trace.fake import meta_of
+from smpar.trace.fake import Out, meta_of
 
 _SAMPLE = 1 << 18  # bytes of a tensor that go into its checksum
 _CHECKED_ON_CUDA = 3  # steps whose contents are compared on CUDA, where each comparison waits for the device
 
 
-def agree(world: World, step: int, name: str, arguments: Any, seed: int) -> int:
-    """Compare the step's arguments over this rank's pipeline group.
+@dataclasses.dataclass(frozen=True)
+class Called:
+    """How one rank was called for a step.
+
+    Attributes:
+        step: number of the step on this rank.
+        function: the step function's name.
+        arguments: name -> value, as given by the user.
+        circumstances: what else decides what a step does: modes of the model and of the thread. Printable values.
+        known: whether its programs are known, so that no rank needs to compare them.
+    """
+
+    step: int
+    function: str
+    arguments: Mapping[str, Any]
+    circumstances: Mapping[str, Any]
+    known: bool
+
+
+def agree(world: World, called: Called, seed: int) -> tuple[int, bool]:
+    """Compare how the ranks of this rank's pipeline group were called.
 
     Args:
-        step: number of the step.
-        name: the step function's.
-        arguments: (args, kwargs) as given by the user.
         seed: this rank's draw.
 
     Returns:
-        the first rank's seed.
+        the first rank's seed, and whether the program of every rank is known.
 
     Raises:
-        RanksDisagree: on every rank, naming the first argument that differs.
+        RanksDisagree: on every rank, naming the first argument or mode that differs.
     """
-    leaves: list[torch.Tensor] = []
-    spec = tree.flatten(arguments, leaves)
-    contents = world.device.type != "cuda" or step < _CHECKED_ON_CUDA
-    mark = zlib.crc32(repr((name, step, _layout(spec))).encode())
-    for leaf in leaves:
-        mark = _checksum(leaf, contents, mark)
-    group = world.process_group("pp")
-    mine = torch.tensor([mark, seed], dtype=torch.int64)
-    everyone = [torch.empty_like(mine) for _ in range(world.axis_size("pp"))]
-    dist.all_gather(everyone, mine, group=group)
-    table = torch.stack(everyone).tolist()
+    contents = world.device.type != "cuda" or called.step < _CHECKED_ON_CUDA
+    mark = zlib.crc32(repr((called.function, called.step, list(called.circumstances.values()))).encode())
+    for name, value in called.arguments.items():
+        mark = _mark(value, contents, zlib.crc32(name.encode(), mark))
+    table = _gather(world, [mark, seed, int(called.known)])
     if any(row[0] != mark for row in table):
-        _explain(world, step, name, arguments)
-    return int(table[0][1])
+        _explain(world, called)
+    return table[0][1], all(row[2] for row in table)
+
+
+def agree_programs(world: World, programs: Sequence[MicrobatchProgram] | None, layout: Layout) -> None:
+    """Compare the microbatches' programs over the pipeline; None stands for programs not known beforehand.
+
+    Raises:
+        ProgramsDisagree: on every rank, naming the first module or operation that differs.
+    """
+    lines = _lines(programs, layout)
+    mark = zlib.crc32("\n".join(lines).encode())
+    if all(row[0] == mark for row in _gather(world, [mark])):
+        return
+    table = allgather(lines, CommGroup.PP_GROUP)
+    ranks = world.group("pp")
+    for theirs, rank in zip(table[1:], ranks[1:], strict=True):
+        if theirs != table[0]:
+            at = next((i for i, (a, b) in enumerate(zip(table[0], theirs, strict=False)) if a != b), None)
+            place = min(len(table[0]), len(theirs)) if at is None else at
+            here, there = (rows[place] if place < len(rows) else "nothing more" for rows in (table[0], theirs))
+            raise ProgramsDisagree(f"operation {place}: {here} on rank {ranks[0]}, {there} on rank {rank}")
+    raise ProgramsDisagree("the programs' checksums differ")
+
+
+def _gather(world: World, numbers: list[int]) -> list[list[int]]:
+    mine = torch.tensor(numbers, dtype=torch.int64)
+    everyone = [torch.empty_like(mine) for _ in range(world.axis_size("pp"))]
+    dist.all_gather(everyone, mine, group=world.process_group("pp"))
+    return torch.stack(everyone).tolist()  # type: ignore[no-any-return]
+
+
+def _lines(programs: Sequence[MicrobatchProgram] | None, layout: Layout) -> list[str]:
+    if programs is None:
+        return ["program order"]
+    return [line for program in dict.fromkeys(programs) for line in _program_lines(program, layout)]
+
+
+def _program_lines(program: MicrobatchProgram, layout: Layout) -> list[str]:
+    lines: list[str] = []
+    for event in program.events:
+        if not isinstance(event, Event):
+            lines.append("model.backward")
+            continue
+        name = layout.name(event.target)
+        if " at 0x" in name:  # an address is another one on each rank
+            name = type(event.target).__name__
+        made = [
+            f"{place.meta.dtype} {list(place.meta.shape)}{' with gradient' if place.meta.requires_grad else ''}"
+            if isinstance(place, Out)
+            else f"argument {place}"
+            for place in (*event.outcome.places, *(out for _, out in event.outcome.written))
+        ]
+        origins = ", ".join("-" if i is None else f"#{i}" for i in event.inputs)
+        draws = f", {event.outcome.draws} draws" if event.outcome.draws else ""
+        lines.append(f"{name} on stage {event.stage} of ({origins}) -> {', '.join(made)}{draws}")
+    return lines
 
 
 def _layout(spec: tree.Spec) -> Any:
@@ -55,6 +132,15 @@ def _layout(spec: tree.Spec) -> Any:
     if isinstance(spec, tree.Node):
         return spec.cls.__name__, str(spec.aux), tuple(_layout(child) for child in spec.children)
     return "*"
+
+
+def _mark(value: Any, contents: bool, start: int) -> int:
+    leaves: list[torch.Tensor] = []
+    spec = tree.flatten(value, leaves)
+    mark = zlib.crc32(repr(_layout(spec)).encode(), start)
+    for leaf in leaves:
+        mark = _checksum(leaf, contents, mark)
+    return mark
 
 
 def _checksum(tensor: torch.Tensor, contents: bool, start: int) -> int:
@@ -68,26 +154,57 @@ def _checksum(tensor: torch.Tensor, contents: bool, start: int) -> int:
     return zlib.crc32(memoryview(sample.view(torch.uint8).numpy()), mark)
 
 
-def _explain(world: World, step: int, name: str, arguments: Any) -> None:
-    args, kwargs = arguments
-    parts: list[tuple[str, str, int]] = []
-    for label, value in [*((f"argument {i}", a) for i, a in enumerate(args)), *kwargs.items()]:
-        leaves: list[torch.Tensor] = []
-        spec = tree.flatten(value, leaves)
-        mark = zlib.crc32(repr(_layout(spec)).encode())
-        for leaf in leaves:
-            mark = _checksum(leaf, True, mark)
-        shapes = ", ".join(str(tuple(leaf.shape)) for leaf in leaves) or type(value).__name__
-        parts.append((str(label), shapes, mark))
-    table = allgather((name, step, parts), CommGroup.PP_GROUP)
+def _explain(world: World, called: Called) -> None:
+    """Exchange everything, and raise the same error on every rank."""
+    arguments = {name: (_mark(value, True, 0), _shown(value)) for name, value in called.arguments.items()}
+    table = allgather((called.function, called.step, arguments, dict(called.circumstances)), CommGroup.PP_GROUP)
     ranks = world.group("pp")
-    for row, rank in zip(table, ranks, strict=True):
-        if row[:2] != table[0][:2]:
-            raise RanksDisagree(f"rank {ranks[0]} runs {table[0][0]}, step {table[0][1]}; rank {rank} {row[0]}, {row[1]}")
-        for (label, shapes, mark), (label0, shapes0, mark0) in zip(row[2], table[0][2], strict=False):
-            if (label, shapes, mark) != (label0, shapes0, mark0):
-                what = f"shape {shapes0} on rank {ranks[0]}, {shapes} on rank {rank}"
-                raise RanksDisagree(
-                    f"{label} of {name}: {what if shapes != shapes0 else f'other values on ranks {ranks[0]} and {rank}'}"
-                )
-    raise RanksDisagree(f"the number of arguments of {name} differs")
+    first, base = table[0], ranks[0]
+    checks: list[Callable[[Any, int], None]] = [
+        lambda row, rank: _same_call(first, row, base, rank),
+        lambda row, rank: _same_modes(first[3], row[3], base, rank),
+        lambda row, rank: _same_arguments(first, row, base, rank),
+    ]
+    for check in checks:
+        for row, rank in zip(table[1:], ranks[1:], strict=True):
+            check(row, rank)
+    raise RanksDisagree(f"the arguments of {called.function} differ")
+
+
+def _shown(value: Any) -> str:
+    leaves: list[torch.Tensor] = []
+    spec = tree.flatten(value, leaves)
+    if leaves:
+        return ", ".join(f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in leaves)
+    text = str(spec.key) if isinstance(spec, tree.Const) else type(value).__name__
+    return text if len(text) < 80 else type(value).__name__
+
+
+def _same_call(first: Any, other: Any, base: int, rank: int) -> None:
+    if first[0] != other[0]:
+        raise RanksDisagree(f"rank {base} calls {first[0]}, rank {rank} calls {other[0]}")
+    if first[1] != other[1]:
+        raise RanksDisagree(
+            f"{first[0]} is step {first[1]} on rank {base}, but step {other[1]} on rank {rank}, which has called "
+            f"{'fewer' if other[1] < first[1] else 'more'} steps"
+        )
+    if list(first[2]) != list(other[2]):
+        raise RanksDisagree(
+            f"{first[0]} gets the arguments {', '.join(first[2])} on rank {base}, {', '.join(other[2])} on rank {rank}"
+        )
+
+
+def _same_modes(first: dict[str, Any], other: dict[str, Any], base: int, rank: int) -> None:
+    for name, value in first.items():
+        if other.get(name) != value:
+            raise ProgramsDisagree(f"{name}: {value} on rank {base}, {other.get(name)} on rank {rank}")
+
+
+def _same_arguments(first: Any, other: Any, base: int, rank: int) -> None:
+    for name, (mark, shown) in first[2].items():
+        if other[2][name] != (mark, shown):
+            there = other[2][name][1]
+            what = f"{shown} on rank {base}, {there} on rank {rank}"
+            if shown == there:
+                what = f"{shown} with other values on rank {base} than on rank {rank}"
+            raise RanksDisagree(f"argument {name} of {first[0]}: {what}")

@@ -116,10 +116,14 @@ class Executor:
         shares: Sequence[float],
         seeds: Sequence[int],
         outcomes: Outcomes,
+        agreed: Callable[[list[MicrobatchProgram]], None],
     ) -> tuple[list[Any], list[MicrobatchProgram]]:
         """Run a step whose program is not known beforehand: all forwards in order, then all backwards in reverse.
 
         Ranks meet at every transfer in program order, so none can wait for one that waits for it.
+
+        Args:
+            agreed: called between the forwards and the backwards; makes sure that all ranks ran the same programs.
         """
         results: list[Any] = []
         runs: list[Explorer] = []
@@ -130,6 +134,7 @@ class Executor:
                 results.append(run.call(fn, args, kwargs))
             runs.append(run)
             programs.append(run.finish())
+        agreed(programs)
         ranks = tuple(
             tuple(
                 Action(Kind.B, s.index, i)

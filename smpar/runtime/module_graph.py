@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from smpar.runtime.partitioning import Explored, may_open, never_called, survey
+from smpar.runtime.partitioning import Explored, may_open, expose, never_called, survey
 from smpar.stage.layout import maximal_units
 from smpar.stage.run import ValueNeeded
 from smpar.stage.units import blamed
@@ -51,6 +51,7 @@ def module_graph(model: nn.Module, *args: Any, **kwargs: Any) -> ModuleGraph:
         with torch.enable_grad():
             return _open_until_even(model, (args, kwargs), outcomes).graph
     finally:
+        outcomes.leaky.clear()
         outcomes.forget_keys()  # they hold modules, which would keep the model alive; and its modes may change
 
 
@@ -63,19 +64,24 @@ def _device(model: nn.Module) -> torch.device:
 def _open_until_even(model: nn.Module, call: Any, outcomes: Outcomes) -> Explored:
     whole = {m for m in model.modules() if not may_open(m)}
     opened = _by_parameters(model, whole)
+    glue_hooks: set[nn.Module] = set()
     while True:
         try:
-            seen = survey(_call, ((model, *call[0]), call[1]), model, outcomes, opened)
+            seen = survey(_call, ((model, *call[0]), call[1]), model, outcomes, opened, glue_hooks)
         except ValueNeeded as need:
             log.warning("smpar: %s needs a value while it runs: %s; it stays whole", type(model).__name__, need)
-            return survey(_call, ((model, *call[0]), call[1]), model, outcomes, set())
+            return survey(_call, ((model, *call[0]), call[1]), model, outcomes, set(), set())
         except Exception as error:
+            if expose(outcomes.leaky, opened, glue_hooks, whole):
+                continue
             module = blamed(error)
             if module is None or module not in opened:
                 raise
             log.info("smpar: %s stays whole: %s", type(module).__name__, error)
             whole.add(module)
             opened -= set(module.modules())
+            continue
+        if expose(outcomes.leaky, opened, glue_hooks, whole):
             continue
         time = sum(u.seconds for u in seen.graph.units)
         large = {

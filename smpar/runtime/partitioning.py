@@ -164,7 +164,7 @@ def _search(
             log.warning("smpar: the step reads values while it runs; the model is partitioned by parameters")
             return _by_parameters(model, goal, pins)
         except Exception as error:
-            if _expose(outcomes.leaky, opened, glue_hooks, whole):
+            if expose(outcomes.leaky, opened, glue_hooks, whole):
                 continue
             module = blamed(error)
             if module is None or module not in opened:
@@ -176,11 +176,13 @@ def _search(
             if not opened:
                 raise failure from None
             continue
-        if _expose(outcomes.leaky, opened, glue_hooks, whole):
+        if expose(outcomes.leaky, opened, glue_hooks, whole):
             continue
         opened |= never_called(seen)
         if goal.measure is not None:
             seen = dataclasses.replace(seen, graph=goal.measure(seen))
+        if all(m in pins for m in seen.modules):  # nothing is left to decide
+            return _laid_out(model, seen, goal, tuple(pins[m] for m in seen.modules))
         try:
             found, stage_of = _cut(seen, goal, pins)
         except TooFewUnits as error:
@@ -200,7 +202,7 @@ def _search(
     return _laid_out(model, seen, goal, stage_of)
 
 
-def _expose(leaky: set[nn.Module], opened: set[nn.Module], glue_hooks: set[nn.Module], whole: set[nn.Module]) -> bool:
+def expose(leaky: set[nn.Module], opened: set[nn.Module], glue_hooks: set[nn.Module], whole: set[nn.Module]) -> bool:
     """Bring forward hooks that hand tensors to the outside into glue; says whether there was one to bring.
 
     A unit that has such hooks inside is opened; one that has them itself gets them called in glue.
@@ -292,10 +294,7 @@ def _cut(seen: Explored, goal: Goal, pins: dict[nn.Module, int]) -> tuple[Partit
         for s in seen.graph.shared
         if sum(u in place for u in s.units) > 1
     ]
-    stages = goal.stages if free or not pinned else 0
-    if not stages:
-        raise PartitionError("every module is put on a stage by hand; set auto_partition to False")
-    found = best_cuts([costs[i] for i in free], edges, ties, stages, goal.microbatches, goal.memory_weight)
+    found = best_cuts([costs[i] for i in free], edges, ties, goal.stages, goal.microbatches, goal.memory_weight)
     stage_of = [0] * len(seen.modules)
     for new, old in enumerate(free):
         stage_of[old] = sum(new >= cut for cut in found.cuts) - 1
@@ -358,10 +357,10 @@ def _by_hand(
                 try:
                     seen = survey(fn, call, model, outcomes, opened, glue_hooks)
                 except Exception:
-                    if not _expose(outcomes.leaky, opened, glue_hooks, set()):
+                    if not expose(outcomes.leaky, opened, glue_hooks, set()):
                         raise
                 else:
-                    if not _expose(outcomes.leaky, opened, glue_hooks, set()):
+                    if not expose(outcomes.leaky, opened, glue_hooks, set()):
                         break
         except ValueNeeded:
             units = maximal_units(model, opened)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from smpar.errors import ModelError
 from smpar.observe.progress import Progress
 from smpar.observe.spans import Spans
 from smpar.observe.transfers import StageChannels
+from smpar.runtime.agreement import agree_programs
 from smpar.runtime.executor import Executor, Timetable
 from smpar.runtime.measure import Measurer
 from smpar.runtime.partitioning import Goal, Partitioned, make_layout
@@ -56,6 +58,13 @@ class _Recent(OrderedDict[Any, Any]):
         self[key] = value
         if len(self) > _REMEMBERED:
             self.popitem(last=False)
+
+
+def _few(names: list[str]) -> str:
+    """All names count for equality; a reader sees the first few."""
+    if len(names) <= 4:
+        return ", ".join(names) or "none"
+    return f"{', '.join(names[:4])} and {len(names) - 4} more (checksum {zlib.crc32(' '.join(names).encode()):08x})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,12 +119,38 @@ class Pipeline:
 
     # -- a step ---------------------------------------------------------------------------------
 
-    def run(self, fn: Callable[..., Any], batch: Batch, shares: Sequence[float], seed: int) -> list[Any]:
-        """Run one step; returns the function's results by microbatch, whole on every rank."""
+    def circumstances(self) -> dict[str, Any]:
+        """What besides its arguments decides what a step does; equal on all ranks of a pipeline."""
+        modules = list(self.model.named_modules())
+        return {
+            "grad mode": torch.is_grad_enabled(),
+            "inference mode": torch.is_inference_mode_enabled(),
+            "autocast": str(autocast_state()),
+            "modules in evaluation mode": _few([n or "(model)" for n, m in modules if not m.training]),
+            "frozen parameters": _few([n for n, p in self.model.named_parameters() if not p.requires_grad]),
+        }
+
+    def knows(self, fn: Callable[..., Any], batch: Batch) -> bool:
+        """Whether the programs of these microbatches are remembered, or not to be known beforehand."""
+        if self.partitioned is None:
+            return False
+        return not self.config.static_mode or all(self._programs.fetch(key) is not None for key in self._keys(fn, batch))
+
+    def run(
+        self, fn: Callable[..., Any], batch: Batch, shares: Sequence[float], seed: int, known: bool = False
+    ) -> list[Any]:
+        """Run one step; returns the function's results by microbatch, whole on every rank.
+
+        Args:
+            seed: start of the chains of draws, equal on all ranks.
+            known: whether every rank knows its programs, so that they need no comparison.
+        """
         seeds = [mix(seed, self.world.axis_rank("dp"), i) for i in range(len(batch.calls))]
         if self.partitioned is None:
             self._partition(fn, batch)
         programs = None if not self.config.static_mode else self._plan(fn, batch)
+        if not known and self.config.static_mode:
+            self._agree_programs(programs)
         if programs is not None:
             self._close()
         executor = Executor(self.layout, self.channels, self.stage, self.spans)
@@ -123,7 +158,9 @@ class Pipeline:
         with own_gradients(shared):
             with marked(self.layout, inside=programs is None), patched():
                 if programs is None:
-                    results, programs = executor.in_program_order(fn, batch, shares, seeds, self.outcomes)
+                    results, programs = executor.in_program_order(
+                        fn, batch, shares, seeds, self.outcomes, self._agree_programs
+                    )
                     self.timetable, self.in_order = None, tuple(programs)
                 else:
                     self.timetable = self._timetable(tuple(programs))
@@ -150,16 +187,8 @@ class Pipeline:
 
     def _plan(self, fn: Callable[..., Any], batch: Batch) -> list[MicrobatchProgram] | None:
         """The microbatches' programs; None if they cannot be known beforehand or do not fit one schedule."""
-        modes = self._current_modes()
-        if modes != self._modes:
-            self._modes = modes
-            self.outcomes.forget_keys()
-        base = (fn, modes, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast_state())
         programs: list[MicrobatchProgram] = []
-        for call in batch.calls:
-            leaves: list[torch.Tensor] = []
-            spec = tree.flatten(call, leaves)
-            key = (*base, spec, tuple(meta_of(t) for t in leaves))
+        for call, key in zip(batch.calls, self._keys(fn, batch), strict=True):
             program = self._programs.fetch(key)
             if program is None:
                 program = self._explore(fn, call, key)
@@ -167,6 +196,23 @@ class Pipeline:
                 return None
             programs.append(program)
         return programs if all(p.skeleton == programs[0].skeleton for p in programs) else None
+
+    def _agree_programs(self, programs: list[MicrobatchProgram] | None) -> None:
+        agree_programs(self.world, programs, self.layout)
+
+    def _keys(self, fn: Callable[..., Any], batch: Batch) -> list[Any]:
+        """The microbatches' input signatures."""
+        modes = self._current_modes()
+        if modes != self._modes:
+            self._modes = modes
+            self.outcomes.forget_keys()
+        base = (fn, modes, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast_state())
+        keys: list[Any] = []
+        for call in batch.calls:
+            leaves: list[torch.Tensor] = []
+            spec = tree.flatten(call, leaves)
+            keys.append((*base, spec, tuple(meta_of(t) for t in leaves)))
+        return keys
 
     def _explore(self, fn: Callable[..., Any], call: Any, key: Any) -> MicrobatchProgram | _Dynamic:
         try:

@@ -12,7 +12,7 @@ import torch
 
 from smpar.errors import BatchError, ModelError
 from smpar.observe.metrics import report_step
-from smpar.runtime.agreement import agree
+from smpar.runtime.agreement import Called, agree
 from smpar.runtime.core import Runtime, runtime
 from smpar.runtime.reduction import average_replicas, own_gradients
 from smpar.stage.split import Batch, merge, split
@@ -71,11 +71,17 @@ def step(
         now = runtime()
         if now.in_step:
             raise ModelError("a step was called inside a step")
-        batch = split(names, args, kwargs, now.config.microbatches, whole, axes)
+        given = {**dict(zip(_positions(names, len(args)), args, strict=True)), **kwargs}
+        try:
+            batch = split(names, args, kwargs, now.config.microbatches, whole, axes)
+        except BatchError:
+            with now.world.guard():
+                _agree(now, fn, given, None)  # else the other ranks would wait, if their batch is a good one
+            raise
         with now.world.guard():
             number, start = now.step, time.monotonic_ns()
             with now.spans.step(number):
-                results = _run(now, fn, (args, kwargs), batch)
+                results = _run(now, fn, given, batch)
             if now.spans.counting:
                 report_step(now.spans, now.world, number, results, batch, time.monotonic_ns() - start)
         if detach_outputs:
@@ -94,22 +100,36 @@ def _parameter_names(fn: Callable[..., Any]) -> tuple[list[str], bool]:
     return names, any(p.kind is p.VAR_KEYWORD for p in parameters)
 
 
-def _run(now: Runtime, fn: Callable[..., Any], arguments: Any, batch: Batch) -> list[Any]:
+def _positions(names: Sequence[str], count: int) -> list[str]:
+    return [names[i] if i < len(names) else f"number {i + 1}" for i in range(count)]
+
+
+def _agree(now: Runtime, fn: Callable[..., Any], arguments: Mapping[str, Any], batch: Batch | None) -> tuple[int, bool]:
+    """A seed and whether all programs are known, as the pipeline's ranks agree; see `agree`."""
+    drawn = int(torch.randint(0, 1 << 62, (1,), device="cpu"))
+    if now.world.axis_size("pp") == 1:
+        return drawn, True
+    pipeline = now.model.pipeline
+    assert pipeline is not None
+    known = batch is not None and pipeline.knows(fn, batch)
+    name = getattr(fn, "__qualname__", str(fn))
+    with now.spans.phase("agree"):
+        return agree(now.world, Called(now.step, name, arguments, pipeline.circumstances(), known), drawn)
+
+
+def _run(now: Runtime, fn: Callable[..., Any], arguments: Mapping[str, Any], batch: Batch) -> list[Any]:
     model = now.maybe_model
     average = model is None or model.average_grads
     shares = batch.weights if average else (1.0,) * len(batch.weights)
-    drawn = int(torch.randint(0, 1 << 62, (1,), device="cpu"))
+    seed, known = _agree(now, fn, arguments, batch)
     random = torch.get_rng_state()
     now.in_step = True
     try:
-        if now.world.axis_size("pp") == 1:
-            results = _without_pipeline(now, fn, batch, shares, drawn)
+        pipeline = now.model.pipeline if now.world.axis_size("pp") > 1 else None
+        if pipeline is None:
+            results = _without_pipeline(now, fn, batch, shares, seed)
         else:
-            with now.spans.phase("agree"):
-                seed = agree(now.world, now.step, getattr(fn, "__qualname__", str(fn)), arguments, drawn)
-            pipeline = now.model.pipeline
-            assert pipeline is not None
-            results = pipeline.run(fn, batch, shares, seed)
+            results = pipeline.run(fn, batch, shares, seed, known)
     finally:
         now.in_step = False
         torch.set_rng_state(random)
