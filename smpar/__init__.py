@@ -17,6 +17,7 @@
 
 from __future__ import annotations
 
+from smpar import amp
 from smpar.comm.messages import (
     CommGroup,
     RankType,
@@ -43,3 +44,9 @@ from smpar.runtime.partitioning import partition
 from smpar.runtime.step import step
 from smpar.stage.split import StepOutput
 from smpar.trace.graph import ModuleGraph
+
+WORLD = CommGroup.WORLD
+PP_GROUP, TP_GROUP, MP_GROUP = CommGroup.PP_GROUP, CommGroup.TP_GROUP, CommGroup.MP_GROUP
+DP_GROUP, RDP_GROUP = CommGroup.DP_GROUP, CommGroup.RDP_GROUP
+WORLD_RANK, PP_RANK, TP_RANK = RankType.WORLD_RANK, RankType.PP_RANK, RankType.TP_RANK
+MP_RANK, DP_RANK, RDP_RANK = RankType.MP_RANK, RankType.DP_RANK, RankType.RDP_RANK
