@@ -289,10 +289,10 @@ class Run(abc.ABC):
         if outcome.guessed:
             outcome = self._confirmed(event, result)
         values = [result] if type(result) is torch.Tensor else tree.tensors(result)
-        self._check(event, outcome, values)
+        self._check(event, outcome, values, reals)
         return outcome, values + [reals[i] for i, _ in outcome.written]
 
-    def _check(self, event: Event, outcome: Outcome, values: list[Any]) -> None:
+    def _check(self, event: Event, outcome: Outcome, values: list[Any], reals: list[Any]) -> None:
         if len(values) != len(outcome.places):
             raise UnitMismatch(self.layout.name(event.target), f"{len(outcome.places)} tensors", f"{len(values)}")
         for value, place in zip(values, outcome.places, strict=True):
@@ -300,6 +300,8 @@ class Run(abc.ABC):
                 meta = place.meta
                 if value.shape != meta.shape or value.dtype != meta.dtype or value.requires_grad != meta.requires_grad:
                     raise UnitMismatch(self.layout.name(event.target), str(meta), str(meta_of(value)))
+            elif value is not reals[place]:
+                raise UnitMismatch(self.layout.name(event.target), f"its argument {place}", f"a new {meta_of(value)}")
 
     def _wrapped(self, event: Event, outcome: Outcome, leaves: list[Any], values: list[Any] | None) -> Any:
         """The event's result as glue sees it: stage tensors, or the very arguments that are passed through."""

@@ -475,3 +475,122 @@ class NestedInputs(Layers):
 
 
 __all__ = ["Feature", "regression", "sequences"]
+
+
+# -- modules that look equal and are not ----------------------------------------------------------
+
+
+class Apply(nn.Module):
+    """Any function as a module."""
+
+    def __init__(self, fn: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.fn = fn
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fn(x)
+
+
+class View(nn.Module):
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.shape = shape
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.reshape(x.shape[0], *self.shape)
+
+
+class Select(nn.Module):
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+
+    def forward(self, parts: tuple[Tensor, ...]) -> Tensor:
+        return parts[self.index]
+
+
+class Three(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = linear()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        h = self.w(x)
+        return h, h * 2, x
+
+
+@feature("a s b t u c", degrees=(2, 3))
+class LookAlikes(nn.Module):
+    """Equal classes and sizes, other functions, shapes and indices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = Three(), Three(), linear()
+        self.s, self.t = Select(1), Select(0)
+        self.u, self.v, self.w, self.x = Apply(lambda h: h), Apply(torch.sin), Apply(lambda h: h * 3), Apply(F.relu_)
+        self.p, self.q = View(2, 4), View(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.t(self.b(self.s(self.a(x))))
+        h = self.q(self.p(self.w(self.v(self.u(h)))))
+        k = h * 1
+        self.x(k)
+        return self.c(h + k)
+
+
+@feature("", degrees=(2, 3), name="LookAlikesAuto")
+class _LookAlikesAuto(LookAlikes):
+    pass
+
+
+class Gate(nn.Module):
+    """Skips itself until it is switched on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on, self.w = False, linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.w(x)) if self.on else x
+
+
+
+@feature("a g b h", degrees=(2, 4), steps=3, batch=lambda s, g: (
+    torch.randn(7, W, dtype=torch.float64, generator=g), torch.randn(7, W, dtype=torch.float64, generator=g), s == 2),
+    step=lambda model, x, y, on: _switched(model, x, y, on))  # fmt: skip
+class SwitchedOnLater(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.g, self.h = linear(), linear(), Gate(), Gate()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.h(self.b(self.g(self.a(x))))
+
+
+def _switched(model: Any, x: Tensor, y: Tensor, on: bool) -> Tensor:
+    model.module.g.on = model.module.h.on = on
+    return regression(model, x, y)
+
+
+def _teacher(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    model.eval()
+    with torch.no_grad():
+        target = model(x)
+    model.train()
+    loss = F.mse_loss(model(y), target)
+    model.backward(loss)
+    return loss
+
+
+@feature("a n b m c", degrees=(2, 3), microbatches=2, step=_teacher)
+class ModesInOneStep(nn.Module):
+    """Evaluation and training of one model within a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = linear(), linear(), linear()
+        self.n, self.m = nn.BatchNorm1d(W), Gate()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.m.on = self.training
+        return self.c(self.m(torch.tanh(self.b(self.n(self.a(x))))))
