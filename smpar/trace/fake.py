@@ -237,8 +237,12 @@ class FakeRunner:
         """Swap a module's parameters and buffers for fresh fake twins; attributes changed meanwhile are put back."""
         snapshot = tree.Snapshot()
         modules = list(module.modules())
+        native: list[tuple[Any, str, Any]] = []  # scripted modules keep their tensors in C++, out of a snapshot's reach
         for m in modules:
             snapshot.add(m)
+            if isinstance(m, torch.jit.ScriptModule):
+                native += [(m._parameters, n, p) for n, p in m._parameters.items()]
+                native += [(m._buffers, n, b) for n, b in m._buffers.items()]
         fresh: dict[int, torch.Tensor] = {}
         try:
             for m in modules:
@@ -252,6 +256,8 @@ class FakeRunner:
                         m._buffers[name] = fresh[id(b)]
             yield
         finally:
+            for tensors, name, tensor in native:
+                tensors[name] = tensor
             snapshot.restore()
 
     def evaluate(
