@@ -353,8 +353,8 @@ class Run(abc.ABC):
 def _rebind(tensor: StageTensor, meta: Meta, stage: int, ident: int, segment: int, value: Any) -> None:
     """A write in place: the same Python object now stands for a new tensor of the program."""
     with NoSubclass():
-        if tensor.shape != meta.shape or tensor.dtype != meta.dtype:
-            raise WriteIntoReplicated("an in-place operation that changes a stage tensor's shape or dtype")
+        if tensor.shape != meta.shape or tensor.stride() != meta.stride:  # unsqueeze_, t_ and the like
+            tensor.data = StageTensor(meta, stage, ident, segment)
         tensor.requires_grad_(meta.requires_grad)
     if tensor.home != stage or tensor.segment != segment:
         tensor.aliases = None
