@@ -114,7 +114,7 @@ class NotInGlue(StepError):
 
 
 class WriteIntoReplicated(StepError):
-    """A stage tensor was written into a plain tensor, a parameter, or a view across stages."""
+    """A stage tensor was written into a parameter, a buffer, or a plain tensor that glue did not make in this call."""
 
     RULE = "outside of modules, a plain tensor or a parameter cannot be written with a stage tensor's data"
     FIX = "make the target from a stage tensor (h.new_zeros(...), torch.zeros_like(h)), or use an nn.Module of its own"

@@ -143,7 +143,10 @@ class Run(abc.ABC):
         if func in DRAWS:
             self.seed = advance(self.seed, 1)
             seed_generators(self.seed)
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if func in special.FACTORIES and type(result) is torch.Tensor:
+            result._smpar_made_by = self.mode  # type: ignore[attr-defined]
+        return result
 
     def operation(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """An operation with at least one stage tensor or model parameter among its arguments."""
@@ -236,7 +239,7 @@ class Run(abc.ABC):
     def _local(self, tensor: Any, event: Event, written: bool) -> Any:
         """The real tensor behind an argument, in the segment of ``event``."""
         if type(tensor) is not StageTensor:
-            return tensor
+            return tensor.clone() if written else tensor
         if tensor.parameter is not None:
             return tensor.parameter
         if tensor.segment == event.segment:
@@ -326,8 +329,10 @@ class Run(abc.ABC):
             results.append(made)
         for slot, ((index, out), ident) in enumerate(zip(outcome.written, event.written, strict=True)):
             tensor = leaves[index]
-            assert type(tensor) is StageTensor
             value = values[len(outcome.places) + slot] if values is not None else None
+            if type(tensor) is not StageTensor:
+                with self.plain():
+                    _become(tensor, out.meta, event.stage, ident, event.segment)
             _rebind(tensor, out.meta, event.stage, ident, event.segment, value)
         if isinstance(outcome.spec, tree.Const):
             return outcome.spec.value
@@ -359,6 +364,15 @@ def _rebind(tensor: StageTensor, meta: Meta, stage: int, ident: int, segment: in
     if tensor.home != stage or tensor.segment != segment:
         tensor.aliases = None
     tensor.home, tensor.ident, tensor.segment, tensor.value = stage, ident, segment, value
+
+
+def _become(tensor: torch.Tensor, meta: Meta, stage: int, ident: int, segment: int) -> None:
+    """Turn a replicated tensor that glue made into a stage tensor: the same Python object, with another content."""
+    with NoSubclass():
+        try:
+            torch.utils.swap_tensors(tensor, StageTensor(meta, stage, ident, segment))
+        except RuntimeError as error:  # a view of it exists, which would not see what is written
+            raise WriteIntoReplicated("a plain tensor of which views exist") from error
 
 
 class Explorer(Run):
@@ -396,7 +410,9 @@ class Explorer(Run):
         stage = max(homes) if homes else max(t.home for t in operands)
         for index, _ in outcome.written:
             target = leaves[index]
-            if type(target) is not StageTensor or target.parameter is not None:
+            if type(target) is not StageTensor:
+                continue
+            if target.parameter is not None:
                 raise WriteIntoReplicated(self.layout.name(func))
             if target.home != stage and shared(target):
                 stage = target.home
@@ -404,7 +420,7 @@ class Explorer(Run):
 
     def _add(self, target: Any, stage: int, outcome: Outcome, leaves: list[Any]) -> Event:
         for index, _ in outcome.written:
-            if type(leaves[index]) is not StageTensor:
+            if type(leaves[index]) is not StageTensor and getattr(leaves[index], "_smpar_made_by", 0) is not self.mode:
                 raise WriteIntoReplicated(self.layout.name(target))
         inputs: list[int | None] = []
         parameters: list[int] = []

@@ -720,3 +720,29 @@ class AutocastInside(Layers):
             k = h @ x.float().t()
             assert k.dtype == torch.bfloat16
         return self.d(h).double()
+
+
+@feature("a b c d", degrees=(2, 4), batch=sequences)
+class BuffersOfManyKinds(Layers):
+    """Plain tensors filled from several stages, read in between, written before and after."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, s, w = x.shape
+        flat = torch.zeros(n * s, w, dtype=x.dtype)
+        flat += 0.5
+        same = flat
+        flat.index_add_(0, torch.arange(0, n * s, 2), self.a(x).flatten(0, 1)[::2])
+        h = self.b(same.view(n, s, w))
+        score = x.new_full((n, s), -1.0)
+        score[h.sum(-1) > 0] = 2.0
+        copy = x.clone()
+        copy[:, 0] = self.c(h)[:, 0]
+        copy[:, 1:] += h[:, 1:] * score[:, 1:, None]
+        lengths = torch.tensor([1.0, 2.0], dtype=x.dtype)
+        lengths *= h.mean()
+        return self.d(copy) + flat.view_as(x) + lengths.sum()
+
+
+@feature("", degrees=(2, 3), batch=sequences, name="BuffersOfManyKindsAuto")
+class _BuffersAuto(BuffersOfManyKinds):
+    pass
