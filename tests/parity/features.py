@@ -51,6 +51,7 @@ class Feature:
         stages: stage of each part, if not spread evenly.
         step: (model, *batch) -> what a step returns; calls ``model.backward``.
         batch: (step, generator) -> the step's arguments.
+        refused: class of the error that it must end in, on every rank.
     """
 
     model: Callable[[], nn.Module]
@@ -66,6 +67,7 @@ class Feature:
     optimizer: Callable[..., torch.optim.Optimizer] = sgd
     tolerance: float = 1e-10
     average: bool = True
+    refused: str = ""
     dtype: torch.dtype = torch.float64
 
 

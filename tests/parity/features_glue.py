@@ -602,8 +602,8 @@ class HooksOnSplitModules(nn.Module):
         return self.after(self.k(x))
 
 
-@feature("k.a k.b k.c k.d after", degrees=(2, 4))
-class BackwardHooksOnSplitModules(nn.Module):
+@feature("", degrees=(2, 3))
+class BackwardHooksOnParents(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.k, self.after, self.first = Block(), linear(), linear()
@@ -746,3 +746,87 @@ class BuffersOfManyKinds(Layers):
 @feature("", degrees=(2, 3), batch=sequences, name="BuffersOfManyKindsAuto")
 class _BuffersAuto(BuffersOfManyKinds):
     pass
+
+
+# -- refused --------------------------------------------------------------------------------------
+
+
+@feature("k.a k.b k.c k.d after", refused="NotInGlue")
+class BackwardHooksOnSplitModules(BackwardHooksOnParents):
+    pass
+
+
+@feature("a b c d", refused="WriteIntoReplicated")
+class WriteIntoInput(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        x[:, 0] = self.a(x)[:, 0]
+        return self.d(self.c(self.b(x)))
+
+
+@feature("a b c d", refused="WriteIntoReplicated")
+class WriteIntoBuffer(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(W))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        self.mean.mul_(0.9).add_(h.detach().mean(0))
+        return self.d(self.c(self.b(h)))
+
+
+@feature("a b c d", refused="BypassedGlue")
+class ScriptInGlue(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.d(self.c(scripted(self.b(self.a(x)), 2)))
+
+
+@feature("a b c d", refused="OutsideStep")
+class TensorKeptOverSteps(Layers):
+    """A recurrent state kept in an attribute of a split module: it belongs to another microbatch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.b(self.a(x))
+        if self.state is not None:
+            h = h + self.state.mean(0)
+        self.state = h.detach()
+        return self.d(self.c(h))
+
+
+def autograd_inside(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    h = model(x)
+    loss = F.mse_loss(h, y)
+    (g,) = torch.autograd.grad(loss, h, create_graph=True)
+    model.backward(loss + g.square().sum())
+    return loss
+
+
+feature("k.a k.b k.c k.d after", refused="NotInGlue", step=autograd_inside, name="GradInsideAStep")(HooksOnSplitModules)
+
+
+class Smuggles(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = linear()
+        self.extra: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w(x) + (self.extra if self.extra is not None else 0)
+
+
+@feature("a b", refused="OutsideStep")
+class TensorThroughAttribute(nn.Module):
+    """A stage tensor reaches a module on another stage behind smpar's back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = linear(), Smuggles()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        self.b.extra = h.tanh()
+        return self.b(h)

@@ -14,7 +14,8 @@ from tests.parity.features import FEATURES, alone, compare, piped
 for _name in ("values", "glue", "steps"):
     importlib.import_module(f"tests.parity.features_{_name}")
 
-RUNS = [pytest.param(n, d, id=f"{n}-{d}") for n, f in FEATURES.items() for d in f.degrees]
+RUNS = [pytest.param(n, d, id=f"{n}-{d}") for n, f in FEATURES.items() for d in f.degrees if not f.refused]
+REFUSALS = [name for name, f in FEATURES.items() if f.refused]
 
 
 def check(pool: Pool, name: str, degree: int, seed: int, config: dict[str, Any]) -> None:
@@ -28,3 +29,13 @@ def check(pool: Pool, name: str, degree: int, seed: int, config: dict[str, Any])
 @pytest.mark.parametrize(("name", "degree"), RUNS)
 def test_feature_equals_one_process(pool: Pool, seed: int, name: str, degree: int) -> None:
     check(pool, name, degree, seed, {})
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_cannot_be_is_refused_clearly(pool: Pool, seed: int, name: str) -> None:
+    """One error of smpar's own, with a way out, on the rank that saw it; the others name that rank."""
+    feature = FEATURES[name]
+    ends = pool.attempt(feature.degrees[0], piped, name, feature.degrees[0], seed, {}, timeout=20.0)
+    assert all(end.kind == "error" and end.error in (feature.refused, "PeerFailed") for end in ends), ends
+    told = next(end.text for end in ends if end.error == feature.refused)
+    assert "found:" in told and "to fix:" in told
