@@ -198,3 +198,10 @@ class ModelError(StepError):
 
     RULE = "one DistributedModel is trained at a time, by optimizers made over its parameters"
     FIX = "model = smpar.DistributedModel(module); optimizer = smpar.DistributedOptimizer(optimizer)"
+
+
+class OtherMicrobatch(StepError):
+    """A stage tensor was kept and used by another microbatch or step."""
+
+    RULE = "a stage tensor is used by the microbatch that made it, and by no other"
+    FIX = "return the tensor from the step and pass it to the next step as an argument; keep no tensor in an attribute"

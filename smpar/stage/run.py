@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -20,7 +21,16 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from smpar.errors import LateParameter, LeftProgram, NotThroughModel, UnitMismatch, WriteIntoReplicated, WrongBackward
+from smpar.errors import (
+    LateParameter,
+    LeftProgram,
+    NotThroughModel,
+    OtherMicrobatch,
+    SmparError,
+    UnitMismatch,
+    WriteIntoReplicated,
+    WrongBackward,
+)
 from smpar.stage import special
 from smpar.stage.layout import Layout
 from smpar.stage.record import Backward, Event, MicrobatchProgram, Recorder, direct_meta
@@ -31,6 +41,9 @@ from smpar.trace.fake import Meta, NoSubclass, Out, Outcome, meta_of
 from smpar.trace.outcomes import Outcomes
 
 Parameter = nn.Parameter
+
+
+_numbers = itertools.count()
 
 
 class ValueNeeded(BaseException):
@@ -87,6 +100,8 @@ class Run(abc.ABC):
         self.wire = wire
         self.stage = wire.stage if wire is not None else -1
         self.mode = GlueMode(self)
+        self.number = next(_numbers)
+        self.bypassed: Exception | None = None
         self.checkpointing: dict[str, Any] | None = None
         self._received: dict[int, torch.Tensor] = {}
         self._parameters: dict[int, StageTensor] = {}
@@ -135,6 +150,10 @@ class Run(abc.ABC):
         try:
             with self.mode:
                 return fn(*args, **kwargs)
+        except RuntimeError as error:
+            if self.bypassed is not None and not isinstance(error, SmparError):
+                raise self.bypassed from error
+            raise
         finally:
             activate(before)
 
@@ -145,7 +164,7 @@ class Run(abc.ABC):
             seed_generators(self.seed)
         result = func(*args, **kwargs)
         if func in special.FACTORIES and type(result) is torch.Tensor:
-            result._smpar_made_by = self.mode  # type: ignore[attr-defined]
+            result._smpar_made_by = self.number  # type: ignore[attr-defined]
         return result
 
     def operation(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -157,7 +176,7 @@ class Run(abc.ABC):
             return handler(self, func, args, kwargs)
         leaves: list[Any] = []
         spec = tree.flatten((args, kwargs), leaves)
-        leaves = [self.wrap(t) if type(t) is Parameter and id(t) in self.layout.holders else t for t in leaves]
+        leaves = self._operands(func, leaves)
         event = self._operation_event(func, args, kwargs, leaves, spec)
         return self._finish(event, leaves, spec, lambda a, k: func(*a, **k))
 
@@ -165,7 +184,7 @@ class Run(abc.ABC):
         """A call of a unit from glue; ``call`` is its own ``__call__``."""
         leaves: list[Any] = []
         spec = tree.flatten((args, kwargs), leaves)
-        leaves = [self.wrap(t) if type(t) is Parameter and id(t) in self.layout.holders else t for t in leaves]
+        leaves = self._operands(unit, leaves)
         event = self._unit_event(unit, args, kwargs, leaves, spec)
         if self.checkpointing is not None and torch.is_grad_enabled():
             options = self.checkpointing
@@ -173,6 +192,17 @@ class Run(abc.ABC):
                 event, leaves, spec, lambda a, k: special.plain_checkpoint(call, *a, use_reentrant=False, **options, **k)
             )
         return self._finish(event, leaves, spec, lambda a, k: call(*a, **k))
+
+    def _operands(self, target: Any, leaves: list[Any]) -> list[Any]:
+        """Tensor arguments as glue sees them: parameters of the model as stage tensors."""
+        number, holders = self.number, self.layout.holders
+        for i, t in enumerate(leaves):
+            if type(t) is StageTensor:
+                if t.owner != number:
+                    raise OtherMicrobatch(self.layout.name(target))
+            elif type(t) is Parameter and id(t) in holders:
+                leaves[i] = self.wrap(t)
+        return leaves
 
     def wrap(self, parameter: nn.Parameter) -> StageTensor:
         """The stage tensor that stands for a model parameter in glue."""
@@ -333,6 +363,7 @@ class Run(abc.ABC):
             if type(tensor) is not StageTensor:
                 with self.plain():
                     _become(tensor, out.meta, event.stage, ident, event.segment)
+                tensor.owner = self.number
             _rebind(tensor, out.meta, event.stage, ident, event.segment, value)
         if isinstance(outcome.spec, tree.Const):
             return outcome.spec.value
@@ -420,7 +451,7 @@ class Explorer(Run):
 
     def _add(self, target: Any, stage: int, outcome: Outcome, leaves: list[Any]) -> Event:
         for index, _ in outcome.written:
-            if type(leaves[index]) is not StageTensor and getattr(leaves[index], "_smpar_made_by", 0) is not self.mode:
+            if type(leaves[index]) is not StageTensor and getattr(leaves[index], "_smpar_made_by", -1) != self.number:
                 raise WriteIntoReplicated(self.layout.name(target))
         inputs: list[int | None] = []
         parameters: list[int] = []

@@ -781,20 +781,24 @@ class ScriptInGlue(Layers):
         return self.d(self.c(scripted(self.b(self.a(x)), 2)))
 
 
-@feature("a b c d", refused="OutsideStep")
+@feature("a b c d", refused="OtherMicrobatch")
 class TensorKeptOverSteps(Layers):
     """A recurrent state kept in an attribute of a split module: it belongs to another microbatch."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.state: Tensor | None = None
+        self.state = torch.zeros(1, W, dtype=torch.float64)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.b(self.a(x))
-        if self.state is not None:
-            h = h + self.state.mean(0)
+        h = h + self.state.mean(0)
         self.state = h.detach()
         return self.d(self.c(h))
+
+
+@feature("a b c d", refused="OtherMicrobatch", config={"static_mode": False}, name="TensorKeptOverStepsDynamic")
+class _Kept(TensorKeptOverSteps):
+    pass
 
 
 def autograd_inside(model: Any, x: Tensor, y: Tensor) -> Tensor:
