@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import dataclasses
 import itertools
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -321,7 +323,10 @@ class Run(abc.ABC):
                 result = fn(args, kwargs)
         if outcome.guessed:
             outcome = self._confirmed(event, result)
-        values = [result] if type(result) is torch.Tensor else tree.tensors(result)
+        values: list[Any] = []
+        made_spec = tree.flatten(result, values)
+        if made_spec != outcome.spec:
+            raise UnitMismatch(self.layout.name(event.target), *_first_difference(outcome.spec, made_spec))
         self._check(event, outcome, values, reals)
         return outcome, values + [reals[i] for i, _ in outcome.written]
 
@@ -386,6 +391,14 @@ class Run(abc.ABC):
             activate(before)
 
 
+def _first_difference(traced: tree.Spec, real: tree.Spec) -> tuple[str, str]:
+    """Two specs in words, cut down to the first constant in which they differ, if it is that."""
+    for a, b in zip(tree.constants(traced), tree.constants(real), strict=False):
+        if a != b:
+            return repr(a.value), repr(b.value)
+    return str(traced), str(real)
+
+
 def _rebind(tensor: StageTensor, meta: Meta, stage: int, ident: int, segment: int, value: Any) -> None:
     """A write in place: the same Python object now stands for a new tensor of the program."""
     with NoSubclass():
@@ -429,6 +442,8 @@ class Explorer(Run):
     def _unit_event(self, unit: nn.Module, args: Any, kwargs: Any, leaves: list[Any], spec: tree.Spec) -> Event:
         with self.plain():
             outcome = self.outcomes.of_unit(unit, leaves, spec)
+        if outcome.varies and self.wire is None:
+            raise ValueNeeded(f"{self.layout.name(unit)} gives shapes that depend on data")
         return self._add(unit, self.layout.stage_of(unit), outcome, leaves)
 
     def _operation_event(self, func: Any, args: Any, kwargs: Any, leaves: list[Any], spec: tree.Spec) -> Event:
@@ -528,36 +543,45 @@ class Explorer(Run):
         return value.detach()
 
     def _confirmed(self, event: Event, result: Any) -> Outcome:
-        """Agree on shapes that depend on data: the home sends each result's dims to every stage."""
-        assert self.wire is not None
+        """Agree on what depends on data: the home sends its result's shapes and numbers to every stage."""
+        outcome = event.outcome
+        if event.stage == self.stage:
+            real: list[torch.Tensor] = []
+            spec = tree.flatten(result, real)
+            values = ["*" if v is tree.LEAF else [v] for v in tree.plain_constants(spec)]
+            shapes, constants = self._tell(([tuple(t.shape) for t in real], values))
+        else:
+            shapes, constants = self._hear(event.stage)
+        if len(shapes) != len(outcome.places) or len(constants) != len(tree.constants(outcome.spec)):
+            raise UnitMismatch(self.layout.name(event.target), f"{len(outcome.places)} tensors", f"{len(shapes)}")
         places: list[Out | int] = []
-        values = tree.tensors(result) if event.stage == self.stage else []
-        for i, place in enumerate(event.outcome.places):
-            if not isinstance(place, Out):
-                places.append(place)
-                continue
-            header = torch.zeros(9, dtype=torch.int64)
-            header_meta = meta_of(header)
-            if event.stage == self.stage:
-                shape = list(values[i].shape)
-                header[0] = len(shape)
-                header[1 : 1 + len(shape)] = torch.tensor(shape, dtype=torch.int64)
-                for stage in range(self.layout.stages):
-                    if stage != self.stage:
-                        self.wire.send(stage, header, header_meta)
-            else:
-                header = self.wire.receive(event.stage, -1, header_meta)
-            dims = header.tolist()
-            shape = dims[1 : 1 + dims[0]]
-            if tuple(shape) != place.meta.shape:
-                stride = torch.empty(shape, device="meta").stride()
-                place = Out(place.meta._replace(shape=tuple(shape), stride=stride), place.reaches, place.shares)
+        for i, place in enumerate(outcome.places):
+            if isinstance(place, Out) and shapes[i] != place.meta.shape:
+                stride = torch.empty(shapes[i], device="meta").stride()
+                place = place._replace(meta=place.meta._replace(shape=shapes[i], stride=stride))
                 ident = event.outputs[i]
                 assert ident is not None
                 self.record.metas[ident] = place.meta
             places.append(place)
-        outcome = event.outcome
-        return Outcome(outcome.spec, tuple(places), outcome.written, outcome.draws, outcome.random, True, outcome.cost)
+        spec = tree.with_constants(outcome.spec, iter([tree.LEAF if c == "*" else c[0] for c in constants]))
+        return dataclasses.replace(outcome, spec=spec, places=tuple(places))
+
+    def _tell(self, message: Any) -> Any:
+        """Send a picklable message to all other stages."""
+        assert self.wire is not None
+        data = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
+        size = torch.tensor([len(data)])
+        for stage in range(self.layout.stages):
+            if stage != self.stage:
+                self.wire.send(stage, size, meta_of(size))
+                self.wire.send(stage, data, meta_of(data))
+        return message
+
+    def _hear(self, stage: int) -> Any:
+        assert self.wire is not None
+        size = self.wire.receive(stage, -1, meta_of(torch.tensor([0])))
+        data = self.wire.receive(stage, -1, meta_of(torch.empty(int(size), dtype=torch.uint8)))
+        return pickle.loads(data.numpy().tobytes())
 
 
 class Replay(Run):

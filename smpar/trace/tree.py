@@ -12,7 +12,7 @@ import dataclasses
 import enum
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -204,6 +204,21 @@ def constants(spec: Spec) -> list[Const]:
     if isinstance(spec, Const):
         return [spec]
     return [c for child in spec.children for c in constants(child)] if isinstance(spec, Node) else []
+
+
+def plain_constants(spec: Spec) -> list[Any]:
+    """The values of a spec's constants, left to right; ``LEAF`` for those that are no numbers, strings or the like."""
+    return [c.value if isinstance(c.value, (int, float, complex, str, bytes, type(None))) else LEAF for c in constants(spec)]
+
+
+def with_constants(spec: Spec, values: Iterator[Any]) -> Spec:
+    """The spec with its constants replaced, left to right, where the value is not ``LEAF``."""
+    if isinstance(spec, Const):
+        value = next(values)
+        return spec if value is LEAF else Const(value)
+    if isinstance(spec, Node):
+        return dataclasses.replace(spec, children=tuple(with_constants(child, values) for child in spec.children))
+    return spec
 
 
 def map_tensors(fn: Callable[[Tensor], Any], value: Any) -> Any:

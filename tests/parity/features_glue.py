@@ -834,3 +834,57 @@ class TensorThroughAttribute(nn.Module):
         h = self.a(x)
         self.b.extra = h.tanh()
         return self.b(h)
+
+
+class Uniques(nn.Module):
+    """Operators whose results have as many rows as the data say, inside a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.w(x)
+        values, places = torch.unique(h.argmax(1), return_inverse=True)
+        counts = torch.bincount(places, minlength=len(values)).to(h.dtype)
+        spread = torch.repeat_interleave(torch.arange(len(values)), counts.long())
+        return h * counts[places][:, None] + spread.sum() + values.sum()
+
+
+@feature("a u b v", degrees=(2, 4))
+class UniqueInUnits(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.u, self.b, self.v = linear(), Uniques(), linear(), Uniques()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.v(self.b(self.u(self.a(x))))
+
+
+class Values(nn.Module):
+    """Reads numbers of its tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = linear()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, float, int]:
+        h = self.w(x)
+        n = int((h > 0).sum().item())
+        if n > 3:
+            h = h * 2
+        return h, float(h.detach().abs().max()), n
+
+
+@feature("a u b v", degrees=(2, 4))
+class NumbersFromUnits(nn.Module):
+    """Python numbers that a module computes from data and returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.u, self.b, self.v = linear(), Values(), linear(), Values()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, largest, n = self.u(self.a(x))
+        h, other, m = self.v(self.b(h / largest) + n)
+        return h / other + m
