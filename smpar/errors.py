@@ -114,7 +114,7 @@ class NotInGlue(StepError):
 
 
 class WriteIntoReplicated(StepError):
-    """A stage tensor was written into a plain tensor, a parameter, or a view across stages."""
+    """A stage tensor was written into a parameter, a buffer, or a plain tensor that glue did not make in this call."""
 
     RULE = "outside of modules, a plain tensor or a parameter cannot be written with a stage tensor's data"
     FIX = "make the target from a stage tensor (h.new_zeros(...), torch.zeros_like(h)), or use an nn.Module of its own"
@@ -215,3 +215,10 @@ class NothingRan(StepError):
 
     RULE = "smpar.timetable() shows the schedule of the last step"
     FIX = "call it after the first step"
+
+
+class OtherMicrobatch(StepError):
+    """A stage tensor was kept and used by another microbatch or step."""
+
+    RULE = "a stage tensor is used by the microbatch that made it, and by no other"
+    FIX = "return the tensor from the step and pass it to the next step as an argument; keep no tensor in an attribute"

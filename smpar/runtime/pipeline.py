@@ -38,7 +38,7 @@ from smpar.stage.units import marked
 from smpar.trace import tree
 from smpar.trace.draws import mix
 from smpar.trace.fake import FakeRunner, meta_of
-from smpar.trace.outcomes import Outcomes, autocast_state, module_key
+from smpar.trace.outcomes import Outcomes, autocast_state, flags, module_key
 
 log = logging.getLogger("smpar")
 
@@ -245,7 +245,7 @@ class Pipeline:
     def _current_modes(self) -> Any:
         split = self.layout.split
         return (
-            tuple(m.training for m in self.model.modules()),
+            flags(self.model),
             tuple(p.requires_grad for p in self.model.parameters()),
             tuple(module_key(m) for m in self.layout.names if m in split),
         )

@@ -14,6 +14,8 @@ import abc
 import contextlib
 import dataclasses
 import functools
+import itertools
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -22,7 +24,16 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from smpar.errors import LateParameter, LeftProgram, NotThroughModel, UnitMismatch, WriteIntoReplicated, WrongBackward
+from smpar.errors import (
+    LateParameter,
+    LeftProgram,
+    NotThroughModel,
+    OtherMicrobatch,
+    SmparError,
+    UnitMismatch,
+    WriteIntoReplicated,
+    WrongBackward,
+)
 from smpar.stage import special
 from smpar.stage.layout import Layout
 from smpar.stage.record import Backward, Event, MicrobatchProgram, Recorder, direct_meta
@@ -34,6 +45,9 @@ from smpar.trace.fake import Meta, NoSubclass, Out, Outcome, meta_of
 from smpar.trace.outcomes import Outcomes
 
 Parameter = nn.Parameter
+
+
+_numbers = itertools.count()
 
 
 class ValueNeeded(BaseException):
@@ -61,12 +75,9 @@ class GlueMode(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        replaced = self.run.replaced
         for arg in args:
             kind = type(arg)
             if kind is StageTensor or (kind is Parameter and id(arg) in self.run.layout.holders):
-                break
-            if replaced and id(arg) in replaced:
                 break
             if (kind is list or kind is tuple) and any(isinstance(a, (StageTensor, Parameter)) for a in arg):
                 break
@@ -93,9 +104,10 @@ class Run(abc.ABC):
         self.wire = wire
         self.stage = wire.stage if wire is not None else -1
         self.mode = GlueMode(self)
+        self.number = next(_numbers)
+        self.bypassed: Exception | None = None
         self.checkpointing: dict[str, Any] | None = None
         self.attributes: dict[tuple[nn.Module, str], StageTensor] = {}
-        self.replaced: dict[int, tuple[torch.Tensor, StageTensor]] = {}
         self._received: dict[int, torch.Tensor] = {}
         self._parameters: dict[int, StageTensor] = {}
         # what the backward of this rank's segments needs
@@ -143,6 +155,10 @@ class Run(abc.ABC):
         try:
             with self.mode:
                 return fn(*args, **kwargs)
+        except RuntimeError as error:
+            if self.bypassed is not None and not isinstance(error, SmparError):
+                raise self.bypassed from error
+            raise
         finally:
             activate(before)
 
@@ -151,12 +167,13 @@ class Run(abc.ABC):
         if func in DRAWS:
             self.seed = advance(self.seed, 1)
             seed_generators(self.seed)
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if func in special.FACTORIES and type(result) is torch.Tensor:
+            result._smpar_made_by = self.number  # type: ignore[attr-defined]
+        return result
 
     def operation(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """An operation with at least one stage tensor or model parameter among its arguments."""
-        if self.replaced:
-            args, kwargs = tree.map_tensors(self._current, (args, kwargs))
         if func in METADATA:
             return metadata(func, args, kwargs)
         handler = special.HANDLERS.get(func)
@@ -164,7 +181,7 @@ class Run(abc.ABC):
             return handler(self, func, args, kwargs)
         leaves: list[Any] = []
         spec = tree.flatten((args, kwargs), leaves)
-        leaves = [self._operand(t) for t in leaves]
+        leaves = self._operands(func, leaves)
         event = self._operation_event(func, args, kwargs, leaves, spec)
         return self._finish(event, leaves, spec, lambda a, k: func(*a, **k))
 
@@ -177,7 +194,7 @@ class Run(abc.ABC):
     def _call(self, unit: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         leaves: list[Any] = []
         spec = tree.flatten((args, kwargs), leaves)
-        leaves = [self._operand(t) for t in leaves]
+        leaves = self._operands(unit, leaves)
         event = self._unit_event(unit, args, kwargs, leaves, spec)
         if self.checkpointing is not None and torch.is_grad_enabled():
             options = self.checkpointing
@@ -186,17 +203,16 @@ class Run(abc.ABC):
             )
         return self._finish(event, leaves, spec, lambda a, k: call(*a, **k))
 
-    def _current(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The stage tensor that a plain tensor has become by being written with one, or the tensor itself."""
-        entry = self.replaced.get(id(tensor))
-        return tensor if entry is None else entry[1]
-
-    def _operand(self, tensor: Any) -> Any:
-        if type(tensor) is StageTensor:
-            return tensor
-        if type(tensor) is Parameter and id(tensor) in self.layout.holders:
-            return self.wrap(tensor)
-        return self._current(tensor) if self.replaced else tensor
+    def _operands(self, target: Any, leaves: list[Any]) -> list[Any]:
+        """Tensor arguments as glue sees them: parameters of the model as stage tensors."""
+        number, holders = self.number, self.layout.holders
+        for i, t in enumerate(leaves):
+            if type(t) is StageTensor:
+                if t.owner != number:
+                    raise OtherMicrobatch(self.layout.name(target))
+            elif type(t) is Parameter and id(t) in holders:
+                leaves[i] = self.wrap(t)
+        return leaves
 
     def wrap(self, parameter: nn.Parameter) -> StageTensor:
         """The stage tensor that stands for a model parameter in glue."""
@@ -315,14 +331,17 @@ class Run(abc.ABC):
                 result = fn(args, kwargs)
         if outcome.guessed:
             outcome = self._confirmed(event, result)
-        values = [result] if type(result) is torch.Tensor else tree.tensors(result)
+        values: list[Any] = []
+        made_spec = tree.flatten(result, values)
+        if made_spec != outcome.spec:
+            raise UnitMismatch(self.layout.name(event.target), *_first_difference(outcome.spec, made_spec))
         if outcome.attributes:
             modules = list(event.target.modules())
             values += [modules[i].__dict__[name] for i, name in outcome.attributes]
-        self._check(event, outcome, values)
+        self._check(event, outcome, values, reals)
         return outcome, values + [reals[i] for i, _ in outcome.written]
 
-    def _check(self, event: Event, outcome: Outcome, values: list[Any]) -> None:
+    def _check(self, event: Event, outcome: Outcome, values: list[Any], reals: list[Any]) -> None:
         if len(values) != len(outcome.places):
             raise UnitMismatch(self.layout.name(event.target), f"{len(outcome.places)} tensors", f"{len(values)}")
         for value, place in zip(values, outcome.places, strict=True):
@@ -330,6 +349,8 @@ class Run(abc.ABC):
                 meta = place.meta
                 if value.shape != meta.shape or value.dtype != meta.dtype or value.requires_grad != meta.requires_grad:
                     raise UnitMismatch(self.layout.name(event.target), str(meta), str(meta_of(value)))
+            elif value is not reals[place]:
+                raise UnitMismatch(self.layout.name(event.target), f"its argument {place}", f"a new {meta_of(value)}")
 
     def _wrapped(self, event: Event, outcome: Outcome, leaves: list[Any], values: list[Any] | None) -> Any:
         """The event's result as glue sees it: stage tensors, or the very arguments that are passed through."""
@@ -341,16 +362,15 @@ class Run(abc.ABC):
         for slot, ((index, out), ident) in enumerate(zip(outcome.written, event.written, strict=True)):
             tensor = leaves[index]
             value = values[len(outcome.places) + slot] if values is not None else None
-            if type(tensor) is StageTensor:
-                _rebind(tensor, out.meta, event.stage, ident, event.segment, value)
-            else:
-                made = StageTensor(out.meta, event.stage, ident, event.segment)
-                made.value = value
-                self.replaced[id(tensor)] = tensor, made
+            if type(tensor) is not StageTensor:
+                with self.plain():
+                    _become(tensor, out.meta, event.stage, ident, event.segment)
+                tensor.owner = self.number
+            _rebind(tensor, out.meta, event.stage, ident, event.segment, value)
         results: list[Any] = []
         for i, place in enumerate(outcome.places):
             if not isinstance(place, Out):
-                results.append(self._current(leaves[place]))
+                results.append(leaves[place])
                 continue
             ident = event.outputs[i]
             assert ident is not None
@@ -393,15 +413,32 @@ class Run(abc.ABC):
             activate(before)
 
 
+def _first_difference(traced: tree.Spec, real: tree.Spec) -> tuple[str, str]:
+    """Two specs in words, cut down to the first constant in which they differ, if it is that."""
+    for a, b in zip(tree.constants(traced), tree.constants(real), strict=False):
+        if a != b:
+            return repr(a.value), repr(b.value)
+    return str(traced), str(real)
+
+
 def _rebind(tensor: StageTensor, meta: Meta, stage: int, ident: int, segment: int, value: Any) -> None:
     """A write in place: the same Python object now stands for a new tensor of the program."""
     with NoSubclass():
-        if tensor.shape != meta.shape or tensor.dtype != meta.dtype:
-            raise WriteIntoReplicated("an in-place operation that changes a stage tensor's shape or dtype")
+        if tensor.shape != meta.shape or tensor.stride() != meta.stride:  # unsqueeze_, t_ and the like
+            tensor.data = StageTensor(meta, stage, ident, segment)
         tensor.requires_grad_(meta.requires_grad)
     if tensor.home != stage or tensor.segment != segment:
         tensor.aliases = None
     tensor.home, tensor.ident, tensor.segment, tensor.value = stage, ident, segment, value
+
+
+def _become(tensor: torch.Tensor, meta: Meta, stage: int, ident: int, segment: int) -> None:
+    """Turn a replicated tensor that glue made into a stage tensor: the same Python object, with another content."""
+    with NoSubclass():
+        try:
+            torch.utils.swap_tensors(tensor, StageTensor(meta, stage, ident, segment))
+        except RuntimeError as error:  # a view of it exists, which would not see what is written
+            raise WriteIntoReplicated("a plain tensor of which views exist") from error
 
 
 class Explorer(Run):
@@ -427,6 +464,8 @@ class Explorer(Run):
     def _unit_event(self, unit: nn.Module, args: Any, kwargs: Any, leaves: list[Any], spec: tree.Spec) -> Event:
         with self.plain():
             outcome = self.outcomes.of_unit(unit, leaves, spec)
+        if outcome.varies and self.wire is None:
+            raise ValueNeeded(f"{self.layout.name(unit)} gives shapes that depend on data")
         return self._add(unit, self.layout.stage_of(unit), outcome, leaves)
 
     def _operation_event(self, func: Any, args: Any, kwargs: Any, leaves: list[Any], spec: tree.Spec) -> Event:
@@ -449,9 +488,8 @@ class Explorer(Run):
 
     def _add(self, target: Any, stage: int, outcome: Outcome, leaves: list[Any]) -> Event:
         for index, _ in outcome.written:
-            written = leaves[index]
-            if type(written) is not StageTensor and written._is_view():
-                raise WriteIntoReplicated(f"{self.layout.name(target)} writes into a view of a plain tensor")
+            if type(leaves[index]) is not StageTensor and getattr(leaves[index], "_smpar_made_by", -1) != self.number:
+                raise WriteIntoReplicated(self.layout.name(target))
         inputs: list[int | None] = []
         parameters: list[int] = []
         for t in leaves:
@@ -527,36 +565,45 @@ class Explorer(Run):
         return value.detach()
 
     def _confirmed(self, event: Event, result: Any) -> Outcome:
-        """Agree on shapes that depend on data: the home sends each result's dims to every stage."""
-        assert self.wire is not None
+        """Agree on what depends on data: the home sends its result's shapes and numbers to every stage."""
+        outcome = event.outcome
+        if event.stage == self.stage:
+            real: list[torch.Tensor] = []
+            spec = tree.flatten(result, real)
+            values = ["*" if v is tree.LEAF else [v] for v in tree.plain_constants(spec)]
+            shapes, constants = self._tell(([tuple(t.shape) for t in real], values))
+        else:
+            shapes, constants = self._hear(event.stage)
+        if len(shapes) != len(outcome.places) or len(constants) != len(tree.constants(outcome.spec)):
+            raise UnitMismatch(self.layout.name(event.target), f"{len(outcome.places)} tensors", f"{len(shapes)}")
         places: list[Out | int] = []
-        values = tree.tensors(result) if event.stage == self.stage else []
-        for i, place in enumerate(event.outcome.places):
-            if not isinstance(place, Out):
-                places.append(place)
-                continue
-            header = torch.zeros(9, dtype=torch.int64)
-            header_meta = meta_of(header)
-            if event.stage == self.stage:
-                shape = list(values[i].shape)
-                header[0] = len(shape)
-                header[1 : 1 + len(shape)] = torch.tensor(shape, dtype=torch.int64)
-                for stage in range(self.layout.stages):
-                    if stage != self.stage:
-                        self.wire.send(stage, header, header_meta)
-            else:
-                header = self.wire.receive(event.stage, -1, header_meta)
-            dims = header.tolist()
-            shape = dims[1 : 1 + dims[0]]
-            if tuple(shape) != place.meta.shape:
-                stride = torch.empty(shape, device="meta").stride()
-                place = Out(place.meta._replace(shape=tuple(shape), stride=stride), place.reaches, place.shares)
+        for i, place in enumerate(outcome.places):
+            if isinstance(place, Out) and shapes[i] != place.meta.shape:
+                stride = torch.empty(shapes[i], device="meta").stride()
+                place = place._replace(meta=place.meta._replace(shape=shapes[i], stride=stride))
                 ident = event.outputs[i]
                 assert ident is not None
                 self.record.metas[ident] = place.meta
             places.append(place)
-        outcome = event.outcome
-        return dataclasses.replace(outcome, places=tuple(places))
+        spec = tree.with_constants(outcome.spec, iter([tree.LEAF if c == "*" else c[0] for c in constants]))
+        return dataclasses.replace(outcome, spec=spec, places=tuple(places))
+
+    def _tell(self, message: Any) -> Any:
+        """Send a picklable message to all other stages."""
+        assert self.wire is not None
+        data = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
+        size = torch.tensor([len(data)])
+        for stage in range(self.layout.stages):
+            if stage != self.stage:
+                self.wire.send(stage, size, meta_of(size))
+                self.wire.send(stage, data, meta_of(data))
+        return message
+
+    def _hear(self, stage: int) -> Any:
+        assert self.wire is not None
+        size = self.wire.receive(stage, -1, meta_of(torch.tensor([0])))
+        data = self.wire.receive(stage, -1, meta_of(torch.empty(int(size), dtype=torch.uint8)))
+        return pickle.loads(data.numpy().tobytes())
 
 
 class Replay(Run):

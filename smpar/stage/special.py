@@ -26,6 +26,14 @@ READS: set[Any] = {
     T.__contains__,
 }  # fmt: skip
 
+# What makes a tensor that glue may fill with stage tensors' data.
+FACTORIES: set[Any] = {
+    torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn, torch.arange, torch.tensor, torch.eye,
+    torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like,
+    torch.empty_strided, torch.clone, T.clone,
+    T.new_empty, T.new_zeros, T.new_ones, T.new_full, T.new_tensor,
+}  # fmt: skip
+
 
 def _read(run: Run, func: Any, args: Any, kwargs: Any) -> Any:
     return run.read(func, args, kwargs)

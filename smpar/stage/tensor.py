@@ -35,11 +35,13 @@ class StageTensor(torch.Tensor):
     The wrapper itself has no storage; its metadata are the same on every rank. ``value`` is the
     real tensor on the home's rank and None elsewhere. ``ident`` numbers the tensors of a microbatch
     in program order and is the same on every rank; a write in place gives the wrapper a new one.
+    ``owner`` is the number of the microbatch's run: no other may use the tensor.
     """
 
     home: int
     ident: int
     segment: int
+    owner: int
     value: torch.Tensor | None
     parameter: torch.nn.Parameter | None
     aliases: list[weakref.ref[StageTensor]] | None
@@ -57,6 +59,8 @@ class StageTensor(torch.Tensor):
         self.home = home
         self.ident = ident
         self.segment = segment
+        run = _active[0]
+        self.owner = run.number if run is not None else -1
         self.value = None
         self.parameter = None
         self.aliases = None
@@ -78,7 +82,11 @@ class StageTensor(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.ops.aten.detach.default is func:  # how torch makes Parameters and new_* of subclasses
             return args[0]
-        raise BypassedGlue(str(func))
+        error = BypassedGlue(str(func))
+        run = active()
+        if run is not None:
+            run.bypassed = error  # what is called from C++ may turn it into an error of its own
+        raise error
 
 
 METADATA: set[Any] = {

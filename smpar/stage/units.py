@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from smpar.errors import NotInGlue
 from smpar.stage.layout import Layout
 from smpar.stage.tensor import active
 
@@ -29,6 +30,11 @@ class _Unit:
 class _Split:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
+            if self._backward_hooks or self._backward_pre_hooks:  # type: ignore[attr-defined]
+                raise NotInGlue(
+                    f"a full backward hook on {type(self).__name__}, whose parts are on several stages",
+                    "set it on the parts, or put the module on one stage (smpar.set_partition)",
+                )
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         except Exception as error:
             if not hasattr(error, "_smpar_module"):

@@ -83,6 +83,7 @@ class Outcome:
     the input that it is. The last of them are ``attributes``, tensors that the unit leaves in its modules
     (number of the module in ``unit.modules()``, name). ``written`` are inputs changed in place, each with its
     state afterwards. ``leaks``: a forward hook in the unit hands tensors to the outside.
+    ``guessed``: it read data on its way; ``varies``: the shapes or the numbers of its result depend on them.
     """
 
     spec: tree.Spec
@@ -94,6 +95,7 @@ class Outcome:
     guessed: bool
     cost: Cost
     leaks: bool = False
+    varies: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -124,8 +126,9 @@ _FREE = {"view", "_unsafe_view", "detach", "alias", "expand", "permute", "transp
 class _Watch(TorchDispatchMode):
     """Counts costs and random operators; answers what only data could tell with a guess."""
 
-    def __init__(self, guess: bool, follow: bool) -> None:
+    def __init__(self, guess: bool, follow: bool, fewer: int) -> None:
         super().__init__()
+        self._fewer = fewer  # rows taken off each guess of how many there are
         self.flops = self.seconds = 0.0
         self.random = 0
         self.guessed = False
@@ -154,26 +157,49 @@ class _Watch(TorchDispatchMode):
         self.guessed = True
         if func is aten.nonzero.default:
             source = args[0]
-            return source.new_empty((source.numel(), source.dim()), dtype=torch.int64)
+            return source.new_empty((self._rows(source), source.dim()), dtype=torch.int64)
         if func is aten.equal.default or func is aten.is_nonzero.default:
             return self._guess
         dtype = args[0].dtype
         if dtype is torch.bool:
             return self._guess
-        return 1.0 if dtype.is_floating_point else int(self._guess)
+        return 1.0 + self._fewer if dtype.is_floating_point else int(self._guess) + self._fewer
+
+    def _rows(self, source: torch.Tensor) -> int:
+        return max(source.numel() - self._fewer, 0)
 
     def _guessed_shape(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Boolean indexing: as many rows as there could be."""
         packet = func.overloadpacket
         if packet is aten.masked_select:
-            return args[0].new_empty(torch.broadcast_shapes(args[0].shape, args[1].shape).numel())
+            shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
+            return args[0].new_empty(max(shape.numel() - self._fewer, 0))
         if packet is aten.index:
             indices: list[Any] = []
             for i in args[1]:
                 rows = i is not None and i.dtype is torch.bool
-                indices += [i.new_empty((i.numel(),), dtype=torch.int64)] * i.dim() if rows else [i]
+                indices += [i.new_empty((self._rows(i),), dtype=torch.int64)] * i.dim() if rows else [i]
             return func(args[0], indices, **kwargs)
-        raise
+        if packet in (aten._unique2, aten.unique_consecutive, aten.unique_dim):
+            return self._guessed_unique(packet, args[0], args[1:], kwargs)
+        if packet is aten.bincount:
+            return args[0].new_empty(max(1, *(a for a in args[1:] if isinstance(a, int))) + self._fewer)
+        if packet is aten.repeat_interleave:
+            return args[0].new_empty(self._rows(args[0]))
+        return _on_zeros(func, args, kwargs, DynamicOutputShapeException(func))
+
+    def _guessed_unique(self, packet: Any, source: torch.Tensor, rest: Any, kwargs: Any) -> Any:
+        """All values differ: (values, inverse, counts)."""
+        along = rest[0] if packet is aten.unique_dim else kwargs.get("dim")
+        if packet is aten.unique_consecutive and len(rest) > 2:
+            along = rest[2]
+        shape = list(source.shape)
+        if along is None:
+            rows = self._rows(source)
+            return source.new_empty(rows), source.new_empty(shape, dtype=torch.int64), source.new_empty(rows, dtype=torch.int64)
+        rows = shape[along] = max(shape[along] - self._fewer, 0)
+        inverse = source.new_empty(source.shape[along], dtype=torch.int64)
+        return source.new_empty(shape), inverse, source.new_empty(rows, dtype=torch.int64)
 
     def _count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         packet = func.overloadpacket
@@ -255,8 +281,12 @@ class FakeRunner:
         """
         snapshot = tree.Snapshot()
         modules = list(module.modules())
+        native: list[tuple[Any, str, Any]] = []  # scripted modules keep their tensors in C++, out of a snapshot's reach
         for m in modules:
             snapshot.add(m)
+            if isinstance(m, torch.jit.ScriptModule):
+                native += [(m._parameters, n, p) for n, p in m._parameters.items()]
+                native += [(m._buffers, n, b) for n, b in m._buffers.items()]
         fresh: dict[int, torch.Tensor] = {}
         try:
             for m in modules:
@@ -276,6 +306,8 @@ class FakeRunner:
                 if isinstance(value, FakeTensor) and old.get(name) is not value
             ]
         finally:
+            for tensors, name, tensor in native:
+                tensors[name] = tensor
             snapshot.restore()
 
     def evaluate(
@@ -289,19 +321,28 @@ class FakeRunner:
         Raises:
             whatever ``fn`` raises on tensors of these shapes.
         """
+        guess = False
         try:
-            return self._evaluate(fn, args, kwargs, module, guess=False)
+            outcome: Outcome | None = self._evaluate(fn, args, kwargs, module, guess)
         except Exception:
+            guess = True
             try:
-                outcome: Outcome | None = self._evaluate(fn, args, kwargs, module, guess=True)
+                outcome = self._evaluate(fn, args, kwargs, module, guess)
             except Exception:
                 outcome = None
             if outcome is None or not outcome.guessed:
                 raise
-            return outcome
+        assert outcome is not None
+        if outcome.guessed:  # do other guesses give other results?
+            for other_guess, fewer in ((guess, 1), (not guess, 0)):
+                with contextlib.suppress(Exception):
+                    other = self._evaluate(fn, args, kwargs, module, other_guess, fewer)
+                    if _result_shapes(other) != _result_shapes(outcome):
+                        return dataclasses.replace(outcome, varies=True)
+        return outcome
 
     def _evaluate(
-        self, fn: Callable[..., Any], args: Any, kwargs: Any, module: torch.nn.Module | None, guess: bool
+        self, fn: Callable[..., Any], args: Any, kwargs: Any, module: torch.nn.Module | None, guess: bool, fewer: int = 0
     ) -> Outcome:
         given: list[torch.Tensor] = []
         spec = tree.flatten((args, kwargs), given)
@@ -310,7 +351,7 @@ class FakeRunner:
             if const.opaque and not isinstance(const.value, torch.nn.Module):
                 snapshot.add(const.value)
         hooked = module is not None and any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
-        watch = _Watch(guess, follow=hooked)
+        watch = _Watch(guess, hooked, fewer)
         count = CountMode(lambda: watch.random)
         saved: dict[int, int] = {}
         kept: set[int] = set()
@@ -418,6 +459,10 @@ def _alive(made: list[weakref.ref[torch.Tensor]]) -> bool:
         return False
     gc.collect()
     return any(ref() is not None for ref in made)
+
+
+def _result_shapes(outcome: Outcome) -> Any:
+    return outcome.spec, tuple(p.meta.shape if isinstance(p, Out) else p for p in outcome.places)
 
 
 def _reached(tensor: torch.Tensor, marks: dict[int, int]) -> set[int]:

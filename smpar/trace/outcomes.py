@@ -13,7 +13,8 @@ from smpar.trace import tree
 from smpar.trace.fake import Cost, FakeRunner, NoSubclass, Outcome, meta_of
 
 _POSITION_NAMES = {"layer_idx", "layer_id", "layer_index", "layer_number", "layer_num", "block_idx", "block_index",
-                   "block_id", "idx", "index", "layer_i", "depth_idx"}  # fmt: skip
+                   "block_id", "layer_i", "depth_idx"}  # fmt: skip
+_STANDARD = set(nn.Module().__dict__) - {"training"}
 _SIMPLE = (int, float, str, bool, type(None), torch.dtype)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
@@ -30,16 +31,17 @@ def autocast_state() -> tuple[Any, ...]:
 class Outcomes:
     """Cache of what units and glue operations do, keyed by their signature.
 
-    Two units count as equal if their classes, parameter shapes, modes and plain attributes are equal
-    (but for attributes that just number the layers). Every home checks the real result of a unit
-    against the outcome, so a pair that differs after all ends in an error, not in a wrong result.
+    Two units count as equal if their classes, parameter shapes, modes and attributes are equal (but for
+    attributes that just number the layers); functions by their code, other objects by identity. Every home
+    checks the real result of a unit against the outcome, so a pair that differs after all ends in an error,
+    not in a wrong result.
     """
 
     def __init__(self, runner: FakeRunner) -> None:
         self.runner = runner
         self._units: dict[Any, Outcome] = {}
         self._operations: dict[Any, Outcome] = {}
-        self._unit_keys: dict[nn.Module, Any] = {}
+        self._unit_keys: dict[nn.Module, tuple[Any, Any]] = {}
         self.fake_runs = 0
         self.leaky: set[nn.Module] = set()  # units whose hooks hand tensors to the outside
         self.on_run: Callable[[], None] | None = None
@@ -88,18 +90,20 @@ class Outcomes:
         return self.runner.evaluate(fn, args, kwargs, unit)
 
     def unit_key(self, unit: nn.Module) -> Any:
-        key = self._unit_keys.get(unit)
-        if key is None:
-            key = self._unit_keys[unit] = tuple(module_key(m) for m in unit.modules())
-        return key
+        now = flags(unit)  # these may change within a step, too
+        known = self._unit_keys.get(unit)
+        if known is None or known[0] != now:
+            known = self._unit_keys[unit] = now, tuple(module_key(m) for m in unit.modules())
+        return known[1]
 
 
 def module_key(module: nn.Module) -> Any:
+    """What decides a module's own part in an outcome, its children aside; hashable."""
     attributes = module.__dict__
-    simple = tuple(
-        (name, value)
+    own = tuple(
+        (name, _attribute_key(value))
         for name, value in attributes.items()
-        if isinstance(value, _SIMPLE) and not (name in _POSITION_NAMES and isinstance(value, int))
+        if name not in _STANDARD and not (name in _POSITION_NAMES and isinstance(value, int))
     )
     tensors = tuple(
         (name, tuple(t.shape), t.dtype, t.requires_grad)
@@ -107,8 +111,33 @@ def module_key(module: nn.Module) -> Any:
         for name, t in attributes[group].items()
         if t is not None
     )
-    hooked = id(module) if any(attributes.get(name) for name in _HOOKS) else None
-    return _base_class(type(module)), simple, tensors, hooked
+    # hooks are code of one module's own, and scripted modules are all of one class
+    alone = isinstance(module, torch.jit.ScriptModule) or any(attributes.get(name) for name in _HOOKS)
+    return _base_class(type(module)), own, tensors, id(module) if alone else None
+
+
+def _attribute_key(value: Any, depth: int = 3) -> Any:
+    if isinstance(value, _SIMPLE):
+        return value
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.dtype, value.requires_grad
+    if depth and isinstance(value, (tuple, list)):
+        return type(value), tuple(_attribute_key(v, depth - 1) for v in value)
+    if depth and isinstance(value, dict):
+        return tuple((_attribute_key(k, 0), _attribute_key(v, depth - 1)) for k, v in value.items())
+    if isinstance(value, (set, frozenset)):
+        return frozenset(_attribute_key(v, 0) for v in value)
+    if callable(value) and not isinstance(value, nn.Module):
+        return tree.Const(value).key
+    return id(value)
+
+
+def flags(model: nn.Module) -> tuple[Any, ...]:
+    """All truth values and strings among the modules' attributes: what a training loop switches between steps.
+
+    Numbers are left out: many modules count their calls.
+    """
+    return tuple(v for m in model.modules() for v in m.__dict__.values() if v.__class__ is bool or v.__class__ is str)
 
 
 def _base_class(cls: type) -> type:

@@ -10,7 +10,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import enum
-from collections.abc import Callable
+import functools
+import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -34,7 +36,7 @@ class Const:
         elif isinstance(value, (torch.Size, frozenset)):
             self.key = (type(value), value)
         elif callable(value) and not isinstance(value, torch.nn.Module):
-            self.key = (type(value), getattr(value, "__qualname__", None))
+            self.key = _code_key(value)
         else:
             self.key = type(value)
 
@@ -50,6 +52,34 @@ class Const:
 
     def __repr__(self) -> str:
         return f"Const({self.value!r})"
+
+
+def _code_key(value: Any) -> Any:
+    """Functions are equal if they run the same code with the same plain values bound in."""
+    if isinstance(value, functools.partial):
+        bound = (*value.args, *(item for pair in sorted(value.keywords.items()) for item in pair))
+        return functools.partial, _code_key(value.func), tuple(_bound_key(v) for v in bound)
+    if isinstance(value, types.FunctionType):
+        cells = [_content(cell) for cell in value.__closure__ or ()]
+        return value.__code__, tuple(_bound_key(v) for v in (*cells, *(value.__defaults__ or ())))
+    if isinstance(value, types.MethodType):
+        return _code_key(value.__func__), _bound_key(value.__self__)
+    return type(value), getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not bound yet
+        return None
+
+
+def _bound_key(value: Any) -> Any:
+    if isinstance(value, _PLAIN):
+        return type(value), value
+    if isinstance(value, torch.nn.Module):
+        return id(value)
+    return type(value), getattr(value, "__qualname__", None)
 
 
 class _Leaf:
@@ -174,6 +204,21 @@ def constants(spec: Spec) -> list[Const]:
     if isinstance(spec, Const):
         return [spec]
     return [c for child in spec.children for c in constants(child)] if isinstance(spec, Node) else []
+
+
+def plain_constants(spec: Spec) -> list[Any]:
+    """The values of a spec's constants, left to right; ``LEAF`` for those that are no numbers, strings or the like."""
+    return [c.value if isinstance(c.value, (int, float, complex, str, bytes, type(None))) else LEAF for c in constants(spec)]
+
+
+def with_constants(spec: Spec, values: Iterator[Any]) -> Spec:
+    """The spec with its constants replaced, left to right, where the value is not ``LEAF``."""
+    if isinstance(spec, Const):
+        value = next(values)
+        return spec if value is LEAF else Const(value)
+    if isinstance(spec, Node):
+        return dataclasses.replace(spec, children=tuple(with_constants(child, values) for child in spec.children))
+    return spec
 
 
 def map_tensors(fn: Callable[[Tensor], Any], value: Any) -> Any:

@@ -1,0 +1,41 @@
+"""Strange but legitimate models and step functions: over a pipeline they give what one process gives."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+
+from tests.harness import Pool
+from tests.parity.features import FEATURES, alone, compare, piped
+
+for _name in ("values", "glue", "steps"):
+    importlib.import_module(f"tests.parity.features_{_name}")
+
+RUNS = [pytest.param(n, d, id=f"{n}-{d}") for n, f in FEATURES.items() for d in f.degrees if not f.refused]
+REFUSALS = [name for name, f in FEATURES.items() if f.refused]
+
+
+def check(pool: Pool, name: str, degree: int, seed: int, config: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    want = alone(name, seed)
+    ranks = pool.run(degree, piped, name, degree, seed, config, timeout=30.0)
+    found = compare(ranks, want, FEATURES[name].tolerance)
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(("name", "degree"), RUNS)
+def test_feature_equals_one_process(pool: Pool, seed: int, name: str, degree: int) -> None:
+    check(pool, name, degree, seed, {})
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_cannot_be_is_refused_clearly(pool: Pool, seed: int, name: str) -> None:
+    """One error of smpar's own, with a way out, on the rank that saw it; the others name that rank."""
+    feature = FEATURES[name]
+    ends = pool.attempt(feature.degrees[0], piped, name, feature.degrees[0], seed, {}, timeout=20.0)
+    assert all(end.kind == "error" and end.error in (feature.refused, "PeerFailed") for end in ends), ends
+    told = next(end.text for end in ends if end.error == feature.refused)
+    assert "found:" in told and "to fix:" in told
