@@ -191,7 +191,8 @@ def fail_in_step(
         optimizer.step()
     if smp.rank() == rank:
         _fault[0] = Fault(where, ACTS[act])
-    return seen(lambda: train(model, *batch(step)))
+    # A rank that has sent all that the others need is done with the step, and learns it with its next call.
+    return seen(lambda: (train(model, *batch(step)), smp.barrier()))
 
 
 def caught_by_the_user(rank: int, catching: tuple[int, ...]) -> tuple[Seen, Seen, Seen]:
@@ -201,7 +202,7 @@ def caught_by_the_user(rank: int, catching: tuple[int, ...]) -> tuple[Seen, Seen
     train(model, *batch(0))
     if smp.rank() == rank:
         _fault[0] = Fault("forward", _raise)
-    first = seen(lambda: train(model, *batch(1)))
+    first = seen(lambda: (train(model, *batch(1)), smp.barrier()))
     if smp.rank() not in catching:
         return first, Seen(), Seen()
     return first, seen(lambda: train(model, *batch(2))), seen(model.state_dict)
