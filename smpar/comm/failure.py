@@ -69,7 +69,7 @@ class Reason:
         """What the other ranks raise."""
         if self.kind == "raised":
             values = f"rank {self.rank} raised {self.what}\n{_indent(self.trace)}"
-            fix = f"see rank {self.rank}'s traceback above"
+            fix = f"see rank {self.rank}'s traceback above; then start all ranks again"
         elif self.kind == "died":
             values = f"rank {self.rank} died ({self.what})"
             fix = f"look at the end of rank {self.rank}'s log; a killed process is often one out of memory"
@@ -183,6 +183,7 @@ class FailureWatch:
         if self._guarded:  # nested: the outer one does it
             yield
             return
+        self._refuse()
         self._guarded = threading.get_ident()
         try:
             yield
@@ -201,6 +202,7 @@ class FailureWatch:
     @contextlib.contextmanager
     def translating(self) -> Iterator[None]:
         """As `guard` for transfers only: an exception of this rank's own passes and stops nobody."""
+        self._refuse()
         try:
             yield
         except Exception as error:
@@ -211,12 +213,17 @@ class FailureWatch:
                 raise
             raise peer from error
 
+    def _refuse(self) -> None:
+        """After a failure that the user's code handled: its connections are cut, also those of the rank that failed."""
+        if self._reason is not None:
+            raise self._reason.error()
+
     def fail(self, error: BaseException) -> None:
         """Posts this rank's failure, if it is the first, and ends its connections so that its peers wake."""
         if os.getpid() != self._pid:  # a forked helper must not stop the job
             return
         lines = traceback.format_exception(type(error), error, error.__traceback__)
-        what = f"{type(error).__name__}: {error}".split("\n")[0]
+        what = f"{type(error).__name__}: {error}".split("\n")[0].removesuffix(": ")
         self._post(Reason(self._rank, "raised", what, "".join(lines)))
         self._linger()
 

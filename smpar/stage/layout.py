@@ -74,7 +74,8 @@ class Layout:
         """A unit's name in the model, or a glue operation's name, for messages."""
         if isinstance(target, nn.Module):
             return f"{self.names.get(target, '?') or '(model)'} ({type(target).__name__})"
-        return getattr(target, "__qualname__", None) or getattr(target, "__name__", str(target))
+        name = getattr(target, "__qualname__", None) or getattr(target, "__name__", str(target))
+        return str(name).removeprefix("_VariableFunctionsClass.").removeprefix("TensorBase.")
 
 
 def maximal_units(model: nn.Module, opened: set[nn.Module]) -> list[nn.Module]:

@@ -501,6 +501,10 @@ class Explorer(Run):
                 self._use(t.parameter, stage)
             else:
                 inputs.append(t.ident)
+        for parameter in outcome.borrowed:
+            if id(parameter) in self.layout.holders:
+                parameters.append(id(parameter))
+                self._use(parameter, stage)
         record = self.record
         segment, flows = record.enter(stage, inputs)
         record.seconds[segment] += outcome.cost.seconds

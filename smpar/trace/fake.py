@@ -96,6 +96,7 @@ class Outcome:
     cost: Cost
     leaks: bool = False
     varies: bool = False
+    borrowed: tuple[torch.nn.Parameter, ...] = ()  # parameters it uses that are neither its own nor arguments
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -133,10 +134,15 @@ class _Watch(TorchDispatchMode):
         self.random = 0
         self.guessed = False
         self.made: list[weakref.ref[torch.Tensor]] | None = [] if follow else None
+        self.borrowed: dict[int, torch.nn.Parameter] = {}
         self._guess = guess
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        for arg in (*args, *kwargs.values()):
+            for tensor in arg if isinstance(arg, (list, tuple)) else (arg,):
+                if isinstance(tensor, torch.nn.Parameter) and not isinstance(tensor, FakeTensor):
+                    self.borrowed[id(tensor)] = tensor
         if func in _GUESSED:
             return self._guessed_result(func, args)
         if torch.Tag.nondeterministic_seeded in func.tags:
@@ -450,6 +456,7 @@ class FakeRunner:
             random=watch.random > 0,
             guessed=watch.guessed,
             cost=Cost(watch.flops, watch.seconds, saved),
+            borrowed=tuple(watch.borrowed.values()),
         )
 
 

@@ -55,6 +55,9 @@ class Outcomes:
         """The outcome of ``unit`` called with the nested arguments (args, kwargs) = unflatten(spec, leaves)."""
         key = (self.unit_key(unit), spec, _signature(leaves))
         found = self._units.get(key)
+        if found is not None and found.borrowed:  # an equal unit may borrow from another module
+            key = (*key, unit)
+            found = self._units.get(key)
         if found is None:
             args, kwargs = tree.unflatten(spec, leaves)
             found = self._units[key] = self._run(unit, args, kwargs, unit)

@@ -1,0 +1,160 @@
+"""Mistakes and failures in steps: each ends in a clear error on all ranks within ten seconds, and none hangs.
+
+    a rank fails in its unit ─▶ it raises its own error; all others PeerFailed, with its number and traceback
+    ranks called differently ─▶ all raise the same error, which names what differs
+    all make the same mistake ─▶ all raise the same error, and nobody waits first
+
+Runs go on in the background, a few at a time, since most of their time is waiting.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.faults import scenarios
+from tests.faults.scenarios import MISTAKES, Seen
+from tests.harness import Outcome, Pool
+
+LIMIT = 10.0  # s, from the start of the processes to the end of the last one
+DYNAMIC = {"static_mode": False}
+
+Run = Callable[..., list[Seen]]
+
+
+def ends(outcomes: list[Outcome], killed: int | None = None) -> list[Any]:
+    """What the ranks saw; none hung, was late, or ended in a way that it should not."""
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.kind == ("killed" if rank == killed else "result"), (rank, str(outcome))
+        assert outcome.seconds < LIMIT, (rank, outcome.seconds)
+    return [outcome.value for outcome in outcomes]
+
+
+def is_clear(seen: Seen) -> None:
+    """The message has its three parts, and shows no raw tuples or addresses."""
+    rule, _, rest = seen.text.partition("\n  found: ")
+    values, _, fix = rest.partition("\n  to fix: ")
+    assert rule and values and fix, seen.text
+    assert "0x" not in values.split("\n")[0] and not values.startswith("("), values
+
+
+# -- one rank fails ------------------------------------------------------------------------------------------------
+
+SCHEDULES: list[dict[str, Any]] = [{"pipeline": "simple"}, {"pipeline": "1f1b"}, {"pipeline": "interleaved"}, DYNAMIC]
+
+
+def _faults() -> list[tuple[int, str, int, str, dict[str, Any]]]:
+    """(ranks, where, step, act, schedule): every pair of values occurs, raising under every schedule and place."""
+    raising = list(itertools.product((2, 4), ("forward", "backward"), (0, 2), ("raise",), SCHEDULES))
+    killing = [(2, "forward", 0, "kill", SCHEDULES[1]), (4, "backward", 2, "kill", SCHEDULES[2])]
+    killing += [(4, "forward", 2, "kill", DYNAMIC), (2, "backward", 0, "kill", SCHEDULES[0])]
+    stopping = [(2, "forward", 1, "interrupt", SCHEDULES[2]), (4, "backward", 1, "control-c", DYNAMIC)]
+    stopping += [(4, "forward", 1, "control-c", SCHEDULES[1])]
+    return raising + killing + stopping
+
+
+def _name(fault: tuple[int, str, int, str, dict[str, Any]]) -> str:
+    ranks, where, step, act, schedule = fault
+    return f"{act}-{where}-step{step}-{schedule.get('pipeline', 'dynamic')}-{ranks}"
+
+
+@pytest.mark.parametrize("fault", _faults(), ids=_name)
+def test_a_rank_that_fails_in_its_unit_stops_all(
+    fault: tuple[int, str, int, str, dict[str, Any]], pool: Pool, seed: int
+) -> None:
+    ranks, where, step, act, schedule = fault
+    failing = random.Random(seed).randrange(ranks)
+    outcomes = pool.run_fresh(ranks, scenarios.fail_in_step, failing, where, step, act, schedule)
+    check_failed(ends(outcomes, failing if act == "kill" else None), failing, act)
+
+
+def check_failed(found: list[Seen], failing: int, act: str) -> None:
+    own = {"raise": "Boom", "interrupt": "KeyboardInterrupt", "control-c": "KeyboardInterrupt"}
+    for rank, seen in enumerate(found):
+        if rank != failing:
+            assert (seen.error, seen.rank) == ("PeerFailed", failing), seen
+            is_clear(seen)
+            assert f"rank {failing}" in seen.text
+            if act != "kill":
+                assert own[act] in seen.text and "scenarios.py" in seen.trace, seen.text
+        elif act != "kill":
+            assert seen.error == own[act], seen
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_rank_fails_while_others_wait_in_the_sum_of_tied_gradients(ranks: int, pool: Pool) -> None:
+    outcomes = pool.run_fresh(ranks, scenarios.fail_in_step, 0, "backward", 1, "raise", {}, True)
+    check_failed(ends(outcomes), 0, "raise")
+
+
+@pytest.mark.parametrize("waiting", ["state_dict", "optimizer", "norm", "step", "barrier"])
+def test_a_rank_fails_in_user_code_while_others_wait_for_it(waiting: str, pool: Pool, seed: int) -> None:
+    failing = random.Random(seed).randrange(2)
+    found = ends(pool.run_fresh(2, scenarios.fails_between_steps, failing, waiting))
+    other = found[1 - failing]
+    assert (other.error, other.rank) == ("PeerFailed", failing), other
+    assert "the user's own code" in other.text
+
+
+@pytest.mark.parametrize("catching", [(0, 1), (0,), (1,)])
+def test_after_an_exception_that_the_user_handled_all_else_is_refused(catching: tuple[int, ...], pool: Pool) -> None:
+    found = ends(pool.run_fresh(2, scenarios.caught_by_the_user, 1, catching))
+    check_failed([first for first, *_ in found], 1, "raise")
+    for rank in catching:
+        for later in found[rank][1:]:
+            assert (later.error, later.rank) == ("PeerFailed", 1), later
+            assert "no such luck" in later.text
+            assert later.seconds < 1.0
+
+
+# -- ranks are called differently ----------------------------------------------------------------------------------
+
+DIFFERENCES = {
+    "values": ("RanksDisagree", "argument x of train"),
+    "target": ("RanksDisagree", "argument y of train"),
+    "samples": ("RanksDisagree", "float32 [8, 8] on rank 0, float32 [12, 8] on rank 1"),
+    "width": ("RanksDisagree", "float32 [8, 8] on rank 0, float32 [8, 7] on rank 1"),
+    "dtype": ("RanksDisagree", "float32 [8, 8] on rank 0, float64 [8, 8] on rank 1"),
+    "few samples": ("RanksDisagree", "float32 [8, 8] on rank 0, float32 [3, 8] on rank 1"),
+    "function": ("RanksDisagree", "rank 0 calls train, rank 1 calls other_step"),
+    "skipped": ("RanksDisagree", "argument x of train"),
+    "eval": ("ProgramsDisagree", "modules in evaluation mode: none on rank 0"),
+    "frozen": ("ProgramsDisagree", "blocks.0.linear.weight"),
+    "no_grad": ("ProgramsDisagree", "grad mode"),
+    "glue": ("ProgramsDisagree", "mse_loss"),
+    "blocks": ("ProgramsDisagree", "blocks.1 (Block)"),
+}
+
+
+@pytest.mark.parametrize("config", [{}, DYNAMIC], ids=["static", "dynamic"])
+@pytest.mark.parametrize("how", DIFFERENCES)
+def test_ranks_that_are_called_differently_all_say_so(how: str, config: dict[str, Any], pool: Pool) -> None:
+    for steps in (0, 2) if how != "blocks" else (0,):
+        found = ends(pool.run_fresh(2, scenarios.called_differently, how, steps, config))
+        for seen in found:
+            assert seen.error == DIFFERENCES[how][0], seen
+            assert DIFFERENCES[how][1] in seen.text, seen.text
+            is_clear(seen)
+        assert found[0].text == found[1].text
+
+
+def test_an_argument_may_be_named_on_one_rank_only(pool: Pool) -> None:
+    assert [s.error for s in ends(pool.run_fresh(2, scenarios.called_differently, "arguments", 1, {}))] == ["", ""]
+
+
+def test_random_states_may_differ(pool: Pool) -> None:
+    losses = pool.run(4, scenarios.random_states_differ)
+    assert all(row == losses[0] for row in losses)
+    assert len(set(losses[0])) == 3, "dropout is the same in each step"
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_unit_may_use_another_units_weight(ranks: int, pool: Pool) -> None:
+    for seen, truth in pool.run(ranks, scenarios.borrowed_weight):
+        assert not seen.error, seen
+        assert seen.values[0] == pytest.approx(truth, rel=1e-5)
