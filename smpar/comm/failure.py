@@ -227,6 +227,25 @@ class FailureWatch:
         self._post(Reason(self._rank, "raised", what, "".join(lines)))
         self._linger()
 
+    def meet(self, patience: float) -> bool:
+        """Whether all ranks come to this call, which each makes once, within ``patience`` s of its own; same answer for all.
+
+        For work together at the end, where a rank may have left its program in a way that nobody has seen yet.
+        """
+        self._tell("here", "1")
+        end = time.monotonic() + patience
+        missing = set(range(self._size))
+        try:
+            while self._reason is None and self._store_answers:
+                missing = {r for r in missing if not self._store.check([f"here/{r}"])}
+                verdict = "yes" if not missing else "no" if time.monotonic() >= end else ""
+                if verdict or self._store.check(["met"]):  # the first rank to tell a verdict decides
+                    return (self._store.compare_set("met", "", verdict or "no") or verdict.encode()) in (b"yes", "yes")
+                time.sleep(0.02)
+        except RuntimeError:
+            pass
+        return False
+
     def translate(self, error: BaseException) -> BaseException:
         """What a failed transfer really means. Takes up to STALE s for a death, DOUBT s at most.
 

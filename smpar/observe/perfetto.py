@@ -17,6 +17,7 @@ import json
 import logging
 import os
 import statistics
+import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -31,29 +32,35 @@ log = logging.getLogger("smpar")
 
 _THREADS = {"step": 0, "phase": 0, "action": 0, "wait": 1, "send": 2}
 _NAMES = ("compute", "waits", "messages")
+_PATIENCE = 10.0  # seconds that a rank waits for the others before it writes alone
 _BARRIERS = 5  # whose median aligns the clocks of machines
 
 
 def write_trace(spans: Spans, world: World, folder: str) -> Path | None:
     """Gather the spans of all ranks, which call this together, and write ``folder/trace.json`` on rank 0.
 
-    When another rank has failed, each rank writes its own spans to ``folder/trace.rank<rank>.json`` instead.
+    When a rank has failed, or does not come in ten seconds, each writes its own ``folder/trace.rank<rank>.json``.
 
     Returns:
         the file that this rank wrote, if it did.
     """
     mine = spans.take()
     try:
-        if world.watch is not None and world.watch.reason is not None:
-            raise world.watch.reason.error()
+        # A rank on its way out with an exception does not expect the others to come too.
+        if world.watch is not None and not world.watch.meet(0.0 if sys.exc_info()[0] else _PATIENCE):
+            return _write_alone(mine, spans.dropped, world, folder)
         with world.translating():
             return _write_together(mine, spans.dropped, world, folder)
     except (SmparError, RuntimeError) as error:
-        log.info("smpar: ranks write their own traces, as gathering them failed: %s", error)
-        path = Path(folder, f"trace.rank{world.rank}.json")
-        first = min((s.start for s in mine), default=0)
-        _write(path, rank_events(world.rank, _label(world), mine, first, spans.dropped))
-        return path
+        log.info("smpar: gathering the ranks' traces failed: %s", error)
+        return _write_alone(mine, spans.dropped, world, folder)
+
+
+def _write_alone(mine: list[Span], dropped: int, world: World, folder: str) -> Path:
+    path = Path(folder, f"trace.rank{world.rank}.json")
+    first = min((s.start for s in mine), default=0)
+    _write(path, rank_events(world.rank, _label(world), mine, first, dropped))
+    return path
 
 
 def _write_together(mine: list[Span], dropped: int, world: World, folder: str) -> Path | None:

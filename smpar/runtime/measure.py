@@ -99,10 +99,13 @@ class Measurer:
         return dataclasses.replace(seen.graph, units=tuple(units), measured=True)
 
     def _scale(self) -> float:
-        """Measured seconds per counted second, over all that was measured."""
-        both = [(sum(times), 3 * self._counted[key]) for key, times in self._times.items() if times is not None]
-        whole = sum(counted for _, counted in both)
-        return sum(measured for measured, _ in both) / whole if whole else 1.0
+        """Measured seconds per counted second, of the median unit: one that is slow for reasons of its own says little."""
+        ratios = [
+            sum(times) / (3 * self._counted[key])
+            for key, times in self._times.items()
+            if times is not None and self._counted[key] > 0
+        ]
+        return statistics.median(ratios) if ratios else 1.0
 
 
 def time_call(unit: nn.Module, inputs: tuple[torch.Tensor | Meta, ...], spec: tree.Spec) -> tuple[float, float] | None:

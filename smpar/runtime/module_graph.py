@@ -69,7 +69,7 @@ def _open_until_even(model: nn.Module, call: Any, outcomes: Outcomes) -> Explore
         try:
             seen = survey(_call, ((model, *call[0]), call[1]), model, outcomes, opened, glue_hooks)
         except ValueNeeded as need:
-            log.warning("smpar: %s needs a value while it runs: %s; it stays whole", type(model).__name__, need)
+            log.warning("smpar: %s needs a value while it runs: %s; it stays whole", type(model).__name__, str(need))
             return survey(_call, ((model, *call[0]), call[1]), model, outcomes, set(), set())
         except Exception as error:
             if expose(outcomes.leaky, opened, glue_hooks, whole):

@@ -117,7 +117,11 @@ def _grouped_mm_flops(a: Any, b: Any, *args: Any, out_val: Any = None, **kwargs:
     return int(2 * a.shape[-2] * a.shape[-1] * b.shape[-1] * (b.shape[0] if a.dim() == 3 else 1))
 
 
-_FLOPS = {**flop_registry, aten._grouped_mm: _grouped_mm_flops}
+_FLOPS = {
+    **flop_registry,
+    aten._grouped_mm: _grouped_mm_flops,
+    aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[aten._scaled_dot_product_flash_attention],
+}
 
 _GUESSED = {aten._local_scalar_dense.default, aten.nonzero.default, aten.equal.default, aten.is_nonzero.default}
 _FREE = {"view", "_unsafe_view", "detach", "alias", "expand", "permute", "transpose", "t", "slice", "select",
