@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -20,6 +21,9 @@ from smpar.stage.run import Explorer, Replay, Run
 from smpar.stage.split import Batch
 from smpar.trace.draws import SeedMode
 from smpar.trace.outcomes import Outcomes
+
+
+_AS_IT_IS: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
 
 
 @dataclasses.dataclass(eq=False)
@@ -172,7 +176,7 @@ class Executor:
             edges.append(edge)
             starts.append(start)
         if edges:
-            with SeedMode():
+            with SeedMode() if program.random else _AS_IT_IS:
                 torch.autograd.backward(edges, starts)
         for index in program.arriving(segment):
             flow = flows[index]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
@@ -50,6 +51,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
+@functools.lru_cache(maxsize=4096)
 def _dense_stride(meta: Meta) -> tuple[int, ...]:
     """The tensor's own strides if its elements fill a block of memory, else those of a contiguous one."""
     expected = 1

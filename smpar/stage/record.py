@@ -39,6 +39,11 @@ class Event:
     parameters: tuple[int, ...]  # ids of the model's parameters among the arguments
     direct: Meta | None  # the single fresh tensor that is the whole result, if it is so simple
 
+    @property
+    def quiet(self) -> bool:
+        """Whether ranks that are not its home have nothing to do but to note its result."""
+        return self.direct is not None and not self.flows and not self.outcome.guessed
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Backward:
@@ -178,6 +183,16 @@ class MicrobatchProgram:
         """(tensor, stage) -> the flow that brings it there."""
         stages = [s.stage for s in self.shape.segments]
         return {(f.tensor, stages[f.target]): i for i, f in enumerate(self.shape.flows) if f.forward}
+
+    @functools.cached_property
+    def quiet(self) -> tuple[bool, ...]:
+        """For each event, whether it is quiet."""
+        return tuple(isinstance(e, Event) and e.quiet for e in self.events)
+
+    @functools.cached_property
+    def random(self) -> bool:
+        """Whether some event draws random numbers."""
+        return any(isinstance(e, Event) and e.outcome.random for e in self.events)
 
     def slices(self, stage: int) -> int:
         """How many segments a stage has."""

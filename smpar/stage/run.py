@@ -11,7 +11,6 @@ Two kinds follow from where that knowledge comes from:
 from __future__ import annotations
 
 import abc
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -179,11 +178,14 @@ class Run(abc.ABC):
         handler = special.HANDLERS.get(func)
         if handler is not None:
             return handler(self, func, args, kwargs)
-        leaves: list[Any] = []
-        spec = tree.flatten((args, kwargs), leaves)
-        leaves = self._operands(func, leaves)
-        event = self._operation_event(func, args, kwargs, leaves, spec)
-        return self._finish(event, leaves, spec, lambda a, k: func(*a, **k))
+        before = activate(None)
+        try:
+            leaves, spec = _flatten(args, kwargs)
+            leaves = self._operands(func, leaves)
+            event = self._operation_event(func, args, kwargs, leaves, spec)
+            return self._finish(event, leaves, spec, lambda a, k: func(*a, **k))
+        finally:
+            activate(before)
 
     def call_unit(self, unit: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A call of a unit from glue; ``call`` is its own ``__call__``."""
@@ -192,16 +194,15 @@ class Run(abc.ABC):
         return self._call(unit, call, args, kwargs)
 
     def _call(self, unit: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        leaves: list[Any] = []
-        spec = tree.flatten((args, kwargs), leaves)
-        leaves = self._operands(unit, leaves)
-        event = self._unit_event(unit, args, kwargs, leaves, spec)
-        if self.checkpointing is not None and torch.is_grad_enabled():
+        with self.plain():
+            leaves, spec = _flatten(args, kwargs)
+            leaves = self._operands(unit, leaves)
+            event = self._unit_event(unit, args, kwargs, leaves, spec)
             options = self.checkpointing
-            return self._finish(
-                event, leaves, spec, lambda a, k: special.plain_checkpoint(call, *a, use_reentrant=False, **options, **k)
-            )
-        return self._finish(event, leaves, spec, lambda a, k: call(*a, **k))
+            if options is not None and torch.is_grad_enabled():
+                checkpoint = functools.partial(special.plain_checkpoint, call, use_reentrant=False, **options)
+                return self._finish(event, leaves, spec, lambda a, k: checkpoint(*a, **k))
+            return self._finish(event, leaves, spec, lambda a, k: call(*a, **k))
 
     def _operands(self, target: Any, leaves: list[Any]) -> list[Any]:
         """Tensor arguments as glue sees them: parameters of the model as stage tensors."""
@@ -219,7 +220,7 @@ class Run(abc.ABC):
         key = id(parameter)
         found = self._parameters.get(key)
         if found is None or found.requires_grad != parameter.requires_grad:
-            found = StageTensor(meta_of(parameter), self.layout.parameter_home[key], -1, -1)
+            found = StageTensor(meta_of(parameter), self.layout.parameter_home[key], -1, -1, self.number)
             found.parameter = parameter
             self._parameters[key] = found
         return found
@@ -321,19 +322,18 @@ class Run(abc.ABC):
             if id(leaf) not in made:
                 made[id(leaf)] = self._local(leaf, event, i in written)
             reals.append(made[id(leaf)])
-        args, kwargs = tree.unflatten(spec, reals)
-        with self.plain():
-            if outcome.random:
-                seed_generators(self.seed)
-                with SeedMode():
-                    result = fn(args, kwargs)
-            else:
+        args, kwargs = ((reals[0],), {}) if spec is _ONE else tree.unflatten(spec, reals)
+        if outcome.random:
+            seed_generators(self.seed)
+            with SeedMode():
                 result = fn(args, kwargs)
+        else:
+            result = fn(args, kwargs)
         if outcome.guessed:
             outcome = self._confirmed(event, result)
         values: list[Any] = []
         made_spec = tree.flatten(result, values)
-        if made_spec != outcome.spec:
+        if made_spec is not outcome.spec and made_spec != outcome.spec:
             raise UnitMismatch(self.layout.name(event.target), *_first_difference(outcome.spec, made_spec))
         if outcome.attributes:
             modules = list(event.target.modules())
@@ -355,7 +355,7 @@ class Run(abc.ABC):
     def _wrapped(self, event: Event, outcome: Outcome, leaves: list[Any], values: list[Any] | None) -> Any:
         """The event's result as glue sees it: stage tensors, or the very arguments that are passed through."""
         if event.direct is not None and outcome is event.outcome:
-            made = StageTensor(event.direct, event.stage, event.outputs[0], event.segment)  # type: ignore[arg-type]
+            made = StageTensor(event.direct, event.stage, event.outputs[0] or 0, event.segment, self.number)
             if values is not None:
                 made.value = values[0]
             return made
@@ -363,9 +363,7 @@ class Run(abc.ABC):
             tensor = leaves[index]
             value = values[len(outcome.places) + slot] if values is not None else None
             if type(tensor) is not StageTensor:
-                with self.plain():
-                    _become(tensor, out.meta, event.stage, ident, event.segment)
-                tensor.owner = self.number
+                _become(tensor, StageTensor(out.meta, event.stage, ident, event.segment, self.number))
             _rebind(tensor, out.meta, event.stage, ident, event.segment, value)
         results: list[Any] = []
         for i, place in enumerate(outcome.places):
@@ -374,7 +372,7 @@ class Run(abc.ABC):
                 continue
             ident = event.outputs[i]
             assert ident is not None
-            made = StageTensor(place.meta, event.stage, ident, event.segment)
+            made = StageTensor(place.meta, event.stage, ident, event.segment, self.number)
             if values is not None:
                 made.value = values[i]
             for index in place.shares:
@@ -396,21 +394,40 @@ class Run(abc.ABC):
             self.attributes[modules[index], name] = tensor
             keep_attribute(self.layout, modules[index], name)
 
-    @contextlib.contextmanager
-    def plain(self) -> Iterator[None]:
+    def plain(self) -> _Plain:
         """Outside of glue: torch calls and modules behave as usual."""
-        before = activate(None)
-        in_glue = bool(torch._C._len_torch_function_stack()) and (
-            torch._C._get_function_stack_at(torch._C._len_torch_function_stack() - 1) is self.mode
-        )
-        if in_glue:
+        return _Plain(self.mode)
+
+
+class _Plain:
+    """Takes a microbatch's mode off the stack of torch-function modes, and lets no microbatch be the running one."""
+
+    __slots__ = ("_before", "_in_glue", "_mode")
+
+    def __init__(self, mode: GlueMode) -> None:
+        self._mode = mode
+
+    def __enter__(self) -> None:
+        self._before = activate(None)
+        depth = torch._C._len_torch_function_stack()
+        self._in_glue = depth > 0 and torch._C._get_function_stack_at(depth - 1) is self._mode
+        if self._in_glue:
             torch._C._pop_torch_function_stack()
-        try:
-            yield
-        finally:
-            if in_glue:
-                torch._C._push_on_torch_function_stack(self.mode)
-            activate(before)
+
+    def __exit__(self, *error: object) -> None:
+        if self._in_glue:
+            torch._C._push_on_torch_function_stack(self._mode)
+        activate(self._before)
+
+
+_ONE = tree.flatten(((torch.empty(0),), {}), [])  # the commonest arguments: one tensor
+
+
+def _flatten(args: Any, kwargs: Any) -> tuple[list[Any], tree.Spec]:
+    if len(args) == 1 and not kwargs and type(args[0]) is StageTensor:
+        return [args[0]], _ONE
+    leaves: list[Any] = []
+    return leaves, tree.flatten((args, kwargs), leaves)
 
 
 def _first_difference(traced: tree.Spec, real: tree.Spec) -> tuple[str, str]:
@@ -425,18 +442,18 @@ def _rebind(tensor: StageTensor, meta: Meta, stage: int, ident: int, segment: in
     """A write in place: the same Python object now stands for a new tensor of the program."""
     with NoSubclass():
         if tensor.shape != meta.shape or tensor.stride() != meta.stride:  # unsqueeze_, t_ and the like
-            tensor.data = StageTensor(meta, stage, ident, segment)
+            tensor.data = StageTensor(meta, stage, ident, segment, tensor.owner)
         tensor.requires_grad_(meta.requires_grad)
     if tensor.home != stage or tensor.segment != segment:
         tensor.aliases = None
     tensor.home, tensor.ident, tensor.segment, tensor.value = stage, ident, segment, value
 
 
-def _become(tensor: torch.Tensor, meta: Meta, stage: int, ident: int, segment: int) -> None:
+def _become(tensor: torch.Tensor, other: StageTensor) -> None:
     """Turn a replicated tensor that glue made into a stage tensor: the same Python object, with another content."""
     with NoSubclass():
         try:
-            torch.utils.swap_tensors(tensor, StageTensor(meta, stage, ident, segment))
+            torch.utils.swap_tensors(tensor, other)
         except RuntimeError as error:  # a view of it exists, which would not see what is written
             raise WriteIntoReplicated("a plain tensor of which views exist") from error
 
@@ -469,8 +486,7 @@ class Explorer(Run):
         return self._add(unit, self.layout.stage_of(unit), outcome, leaves)
 
     def _operation_event(self, func: Any, args: Any, kwargs: Any, leaves: list[Any], spec: tree.Spec) -> Event:
-        with self.plain():
-            outcome = self.outcomes.of_operation(func, leaves, spec)
+        outcome = self.outcomes.of_operation(func, leaves, spec)
         if outcome.guessed and self.wire is None:
             raise ValueNeeded(f"{self.layout.name(func)} gives a shape that depends on data")
         operands = [t for t in leaves if type(t) is StageTensor]
@@ -626,9 +642,38 @@ class Replay(Run):
     ) -> None:
         super().__init__(layout, seed, share, wire)
         self.program = program
+        self._quiet = program.quiet
         self._cursor = 0
         self._segment: int | None = None
         self.enter: Callable[[int], None] = lambda segment: None
+
+    def call_unit(self, unit: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        skipped = self._skip(unit)
+        return super().call_unit(unit, call, args, kwargs) if skipped is None else skipped
+
+    def operation(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if func not in METADATA and func not in special.HANDLERS:
+            skipped = self._skip(func)
+            if skipped is not None:
+                return skipped
+        return super().operation(func, args, kwargs)
+
+    def _skip(self, target: Any) -> StageTensor | None:
+        """The result of an event that is due, runs elsewhere, and asks nothing of this rank."""
+        at = self._cursor
+        if at >= len(self._quiet) or not self._quiet[at]:
+            return None
+        event: Event = self.program.events[at]  # type: ignore[assignment]
+        if event.stage == self.stage or (event.target is not target and event.target != target):
+            return None
+        if target in self.layout.hooks:
+            return None
+        self._cursor = at + 1
+        if event.outcome.draws:
+            self.seed = advance(self.seed, event.outcome.draws)
+        assert event.direct is not None
+        made = StageTensor(event.direct, event.stage, event.outputs[0] or 0, event.segment, self.number)
+        return made
 
     def _next(self, target: Any) -> Event:
         events = self.program.events

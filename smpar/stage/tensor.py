@@ -47,7 +47,7 @@ class StageTensor(torch.Tensor):
     aliases: list[weakref.ref[StageTensor]] | None
 
     @staticmethod
-    def __new__(cls, meta: Meta, home: int, ident: int, segment: int) -> StageTensor:
+    def __new__(cls, meta: Meta, home: int, ident: int, segment: int, owner: int) -> StageTensor:
         self: StageTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls,
             meta.shape,
@@ -59,14 +59,13 @@ class StageTensor(torch.Tensor):
         self.home = home
         self.ident = ident
         self.segment = segment
-        run = _active[0]
-        self.owner = run.number if run is not None else -1
+        self.owner = owner
         self.value = None
         self.parameter = None
         self.aliases = None
         return self
 
-    def __init__(self, meta: Meta, home: int, ident: int, segment: int) -> None:
+    def __init__(self, meta: Meta, home: int, ident: int, segment: int, owner: int) -> None:
         pass
 
     @classmethod

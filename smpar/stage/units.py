@@ -132,5 +132,11 @@ def marked(layout: Layout, inside: bool = False) -> Iterator[None]:
 
 
 def blamed(error: BaseException) -> nn.Module | None:
-    """The innermost split module whose glue raised ``error``."""
-    return getattr(error, "_smpar_module", None)
+    """The innermost split module whose glue raised ``error``, or the error that it was raised from."""
+    cause: BaseException | None = error
+    while cause is not None:
+        module: nn.Module | None = getattr(cause, "_smpar_module", None)
+        if module is not None:
+            return module
+        cause = cause.__cause__
+    return None
