@@ -39,13 +39,15 @@ class Called:
         function: the step function's name.
         arguments: name -> value, as given by the user.
         circumstances: what else decides what a step does: modes of the model and of the thread. Printable values.
+        digest: a checksum of these.
         known: whether its programs are known, so that no rank needs to compare them.
     """
 
     step: int
     function: str
     arguments: Mapping[str, Any]
-    circumstances: Mapping[str, Any]
+    circumstances: Callable[[], Mapping[str, Any]]
+    digest: int
     known: bool
 
 
@@ -62,7 +64,7 @@ def agree(world: World, called: Called, seed: int) -> tuple[int, bool]:
         RanksDisagree: on every rank, naming the first argument or mode that differs.
     """
     contents = world.device.type != "cuda" or called.step < _CHECKED_ON_CUDA
-    mark = zlib.crc32(repr((called.function, called.step, list(called.circumstances.values()))).encode())
+    mark = zlib.crc32(repr((called.function, called.step, called.digest)).encode())
     for name, value in called.arguments.items():
         mark = _mark(value, contents, zlib.crc32(name.encode(), mark))
     table = _gather(world, [mark, seed, int(called.known)])
@@ -157,7 +159,7 @@ def _checksum(tensor: torch.Tensor, contents: bool, start: int) -> int:
 def _explain(world: World, called: Called) -> None:
     """Exchange everything, and raise the same error on every rank."""
     arguments = {name: (_mark(value, True, 0), _shown(value)) for name, value in called.arguments.items()}
-    table = allgather((called.function, called.step, arguments, dict(called.circumstances)), CommGroup.PP_GROUP)
+    table = allgather((called.function, called.step, arguments, dict(called.circumstances())), CommGroup.PP_GROUP)
     ranks = world.group("pp")
     first, base = table[0], ranks[0]
     checks: list[Callable[[Any, int], None]] = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 import zlib
 from collections import OrderedDict
@@ -74,6 +75,23 @@ class _Dynamic:
     reason: str
 
 
+@dataclasses.dataclass(frozen=True)
+class Look:
+    """What a step is about to do, before any rank is asked.
+
+    Attributes:
+        keys: the microbatches' input signatures; empty before the partition.
+        known: whether the programs of all are remembered, or not to be known beforehand.
+        circumstances: what besides its arguments decides what a step does, in words; equal on all ranks.
+        digest: a checksum of these.
+    """
+
+    keys: tuple[Any, ...]
+    known: bool
+    circumstances: Callable[[], dict[str, Any]]
+    digest: int
+
+
 class Pipeline:
     """One model over the stages of this rank's pipeline group.
 
@@ -98,6 +116,11 @@ class Pipeline:
         self._programs: _Recent = _Recent()
         self._timetables: _Recent = _Recent()
         self._modes: Any = None
+        self._mode: int = -1  # the number of these modes
+        self._numbers: _Recent = _Recent()  # modes -> their number
+        self._count = itertools.count()
+        self._digests: _Recent = _Recent()
+        self._shared: list[nn.Parameter] | None = None
         self._channels: StageChannels | None = None
 
     @property
@@ -119,8 +142,20 @@ class Pipeline:
 
     # -- a step ---------------------------------------------------------------------------------
 
-    def circumstances(self) -> dict[str, Any]:
-        """What besides its arguments decides what a step does; equal on all ranks of a pipeline."""
+    def look(self, fn: Callable[..., Any], batch: Batch) -> Look:
+        """What the step is about to do, as far as it can be told before any rank is asked."""
+        keys = () if self.partitioned is None else tuple(self._keys(fn, batch))
+        known = bool(keys) and (
+            not self.config.static_mode or all(self._programs.fetch(key) is not None for key in keys)
+        )
+        state = (self._mode, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast_state())
+        digest = self._digests.fetch(state) if keys else None
+        if digest is None:
+            digest = zlib.crc32(repr(list(self._circumstances().values())).encode())
+            self._digests.keep(state, digest)
+        return Look(keys, known, self._circumstances, digest)
+
+    def _circumstances(self) -> dict[str, Any]:
         modules = list(self.model.named_modules())
         return {
             "grad mode": torch.is_grad_enabled(),
@@ -130,25 +165,27 @@ class Pipeline:
             "frozen parameters": _few([n for n, p in self.model.named_parameters() if not p.requires_grad]),
         }
 
-    def knows(self, fn: Callable[..., Any], batch: Batch) -> bool:
-        """Whether the programs of these microbatches are remembered, or not to be known beforehand."""
-        if self.partitioned is None:
-            return False
-        return not self.config.static_mode or all(self._programs.fetch(key) is not None for key in self._keys(fn, batch))
-
     def run(
-        self, fn: Callable[..., Any], batch: Batch, shares: Sequence[float], seed: int, known: bool = False
+        self,
+        fn: Callable[..., Any],
+        batch: Batch,
+        shares: Sequence[float],
+        seed: int,
+        look: Look | None = None,
+        known: bool = False,
     ) -> list[Any]:
         """Run one step; returns the function's results by microbatch, whole on every rank.
 
         Args:
             seed: start of the chains of draws, equal on all ranks.
+            look: what `look` gave for this step.
             known: whether every rank knows its programs, so that they need no comparison.
         """
         seeds = [mix(seed, self.world.axis_rank("dp"), i) for i in range(len(batch.calls))]
         if self.partitioned is None:
             self._partition(fn, batch)
-        programs = None if not self.config.static_mode else self._plan(fn, batch)
+        keys = look.keys if look is not None and look.keys else tuple(self._keys(fn, batch))
+        programs = None if not self.config.static_mode else self._plan(fn, batch, keys)
         if not known and self.config.static_mode:
             self._agree_programs(programs)
         if programs is not None:
@@ -185,10 +222,10 @@ class Pipeline:
                 goal = dataclasses.replace(goal, measure=measurer.measure)
             self.partitioned = make_layout(fn, batch.calls[0], self.model, self.outcomes, goal)
 
-    def _plan(self, fn: Callable[..., Any], batch: Batch) -> list[MicrobatchProgram] | None:
+    def _plan(self, fn: Callable[..., Any], batch: Batch, keys: Sequence[Any]) -> list[MicrobatchProgram] | None:
         """The microbatches' programs; None if they cannot be known beforehand or do not fit one schedule."""
         programs: list[MicrobatchProgram] = []
-        for call, key in zip(batch.calls, self._keys(fn, batch), strict=True):
+        for call, key in zip(batch.calls, keys, strict=True):
             program = self._programs.fetch(key)
             if program is None:
                 program = self._explore(fn, call, key)
@@ -204,9 +241,13 @@ class Pipeline:
         """The microbatches' input signatures."""
         modes = self._current_modes()
         if modes != self._modes:
-            self._modes = modes
+            number = self._numbers.fetch(modes)
+            if number is None:
+                number = next(self._count)
+                self._numbers.keep(modes, number)
+            self._modes, self._mode, self._shared = modes, number, None
             self.outcomes.forget_keys()
-        base = (fn, modes, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast_state())
+        base = (fn, self._mode, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast_state())
         keys: list[Any] = []
         for call in batch.calls:
             leaves: list[torch.Tensor] = []
@@ -284,16 +325,19 @@ class Pipeline:
 
     def _shared_parameters(self) -> list[nn.Parameter]:
         """Parameters of this rank whose gradients other ranks have a part in."""
-        mine = [p for p in self.model.parameters() if p.requires_grad and self.holds(p)]
-        if self.world.axis_size("dp") > 1:
-            return mine
-        return [p for p in mine if len(self.layout.holders[id(p)]) > 1]
+        if self._shared is None:
+            mine = [p for p in self.model.parameters() if p.requires_grad and self.holds(p)]
+            replicated = self.world.axis_size("dp") > 1
+            self._shared = [p for p in mine if replicated or len(self.layout.holders[id(p)]) > 1]
+            if not self.layout.closed:  # further stages may still come to hold one
+                shared, self._shared = self._shared, None
+                return shared
+        return self._shared
 
     def _reduce(self) -> None:
         sum_tied(self.model, self.layout, self.channels, self.stage)
         if self.world.axis_size("dp") > 1:
-            mine = [p for p in self.model.parameters() if self.holds(p)]
-            average_replicas(mine, self.world.process_group("dp"), self.world.axis_size("dp"))
+            average_replicas(self._shared_parameters(), self.world.process_group("dp"), self.world.axis_size("dp"))
 
     # -- results --------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from smpar.errors import BatchError, ModelError
 from smpar.observe.metrics import report_step
 from smpar.runtime.agreement import Called, agree
 from smpar.runtime.core import Runtime, runtime
+from smpar.runtime.pipeline import Look
 from smpar.runtime.reduction import average_replicas, own_gradients
 from smpar.stage.split import Batch, merge, split
 from smpar.trace import tree
@@ -104,32 +105,33 @@ def _positions(names: Sequence[str], count: int) -> list[str]:
     return [names[i] if i < len(names) else f"number {i + 1}" for i in range(count)]
 
 
-def _agree(now: Runtime, fn: Callable[..., Any], arguments: Mapping[str, Any], batch: Batch | None) -> tuple[int, bool]:
+def _agree(
+    now: Runtime, fn: Callable[..., Any], arguments: Mapping[str, Any], look: Look | None
+) -> tuple[int, bool]:
     """A seed and whether all programs are known, as the pipeline's ranks agree; see `agree`."""
     drawn = int(torch.randint(0, 1 << 62, (1,), device="cpu"))
     if now.world.axis_size("pp") == 1:
         return drawn, True
-    pipeline = now.model.pipeline
-    assert pipeline is not None
-    known = batch is not None and pipeline.knows(fn, batch)
     name = getattr(fn, "__qualname__", str(fn))
     with now.spans.phase("agree"):
-        return agree(now.world, Called(now.step, name, arguments, pipeline.circumstances(), known), drawn)
+        known, circumstances, digest = (look.known, look.circumstances, look.digest) if look else (False, dict, 0)
+        return agree(now.world, Called(now.step, name, arguments, circumstances, digest, known), drawn)
 
 
 def _run(now: Runtime, fn: Callable[..., Any], arguments: Mapping[str, Any], batch: Batch) -> list[Any]:
     model = now.maybe_model
     average = model is None or model.average_grads
     shares = batch.weights if average else (1.0,) * len(batch.weights)
-    seed, known = _agree(now, fn, arguments, batch)
+    pipeline = now.model.pipeline if now.world.axis_size("pp") > 1 else None
+    look = pipeline.look(fn, batch) if pipeline is not None else None
+    seed, known = _agree(now, fn, arguments, look)
     random = torch.get_rng_state()
     now.in_step = True
     try:
-        pipeline = now.model.pipeline if now.world.axis_size("pp") > 1 else None
         if pipeline is None:
             results = _without_pipeline(now, fn, batch, shares, seed)
         else:
-            results = pipeline.run(fn, batch, shares, seed, known)
+            results = pipeline.run(fn, batch, shares, seed, look, known)
     finally:
         now.in_step = False
         torch.set_rng_state(random)
