@@ -158,3 +158,29 @@ def test_a_unit_may_use_another_units_weight(ranks: int, pool: Pool) -> None:
     for seen, truth in pool.run(ranks, scenarios.borrowed_weight):
         assert not seen.error, seen
         assert seen.values[0] == pytest.approx(truth, rel=1e-5)
+
+
+# -- init ----------------------------------------------------------------------------------------------------------
+
+GOOD = {"pipeline_parallel_degree": 2, "microbatches": 4}
+INITS: dict[str, tuple[dict[str, Any], dict[int, dict[str, Any]], str, tuple[str, ...]]] = {
+    "wrong key": ({**GOOD, "microbatchs": 2}, {}, "ConfigError", ("'microbatchs'", "did you mean 'microbatches'?")),
+    "wrong key on one rank": (GOOD, {1: {"microbatchs": 2}}, "ConfigError", ("did you mean 'microbatches'?",)),
+    "wrong key on rank 0": (GOOD, {0: {"microbatchs": 2}}, "ConfigError", ("did you mean 'microbatches'?",)),
+    "other microbatches": (GOOD, {1: {"microbatches": 8}}, "ConfigError", ("microbatches = 4 on rank 0, 8 on rank 1",)),
+    "other degree": (GOOD, {1: {"pipeline_parallel_degree": 1}}, "ConfigError", ("pipeline_parallel_degree = 2 on rank 0",)),
+    "degree does not divide": ({"pipeline_parallel_degree": 4}, {}, "MeshError", ("4 x 1 = 4, with 2 ranks",)),
+    "degree does not divide on one rank": (GOOD, {0: {"pipeline_parallel_degree": 4}}, "", ("with 2 ranks",)),
+    "default_partition": (
+        {**GOOD, "auto_partition": False, "default_partition": 2}, {}, "ConfigError", ("default_partition = 2",)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", INITS)
+def test_a_configuration_that_cannot_be_is_refused_on_all_ranks(name: str, pool: Pool) -> None:
+    config, by_rank, error, words = INITS[name]
+    for seen in ends(pool.run_fresh(2, scenarios.bad_init, config, by_rank)):
+        assert seen.error == error or (not error and seen.error in ("MeshError", "ConfigError")), seen
+        assert all(word in seen.text for word in words), seen.text
+        is_clear(seen)
