@@ -16,6 +16,7 @@ import json
 import os
 import socket
 import threading
+import time
 from collections import deque
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -32,6 +33,7 @@ from smpar.errors import ConfigError, MeshError, NotInitialized
 from smpar.mesh import AXES, Axis, Mesh
 
 TIMEOUT = timedelta(minutes=30)
+MEETING = timedelta(minutes=5)  # how long a rank waits for the others to start
 LINGER = 3.0  # s that the store's host waits for others to read why they cannot start
 
 _current: World | None = None
@@ -335,7 +337,21 @@ def _rendezvous(address: str, port: int, rank: int, size: int) -> Store:
     """The job's store. It lives as long as the process: a server stopped and started again would lose its clients."""
     launcher_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serves = rank == 0 and not launcher_serves
-    return TCPStore(address, port, size, serves, timeout=timedelta(minutes=5), multi_tenant=True)
+    if rank > 0 and not launcher_serves:
+        _await_listener(address, port)
+    return TCPStore(address, port, size, serves, timeout=MEETING, multi_tenant=True)
+
+
+def _await_listener(address: str, port: int) -> None:
+    """Waits until someone listens there. A TCPStore that comes too early tries again after half a second, or five."""
+    end = time.monotonic() + MEETING.total_seconds()
+    while time.monotonic() < end:
+        try:
+            socket.create_connection((address, port), timeout=5.0).close()
+        except OSError:
+            time.sleep(0.01)
+        else:
+            return
 
 
 def _locality(store: Store, rank: int, size: int) -> tuple[int, int, int]:
