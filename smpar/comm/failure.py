@@ -33,7 +33,7 @@ from typing import Literal, Protocol
 import torch.distributed as dist
 
 from smpar.comm.sockets import Connections
-from smpar.errors import CommError, PeerFailed
+from smpar.errors import CommError, PeerFailed, SmparError
 
 TICK = 0.2  # s between two looks at the store
 BEAT = 0.5  # s between two heartbeats
@@ -223,7 +223,8 @@ class FailureWatch:
         if os.getpid() != self._pid:  # a forked helper must not stop the job
             return
         lines = traceback.format_exception(type(error), error, error.__traceback__)
-        what = f"{type(error).__name__}: {error}".split("\n")[0].removesuffix(": ")
+        said = error.values if isinstance(error, SmparError) else error
+        what = f"{type(error).__name__}: {said}".split("\n")[0].removesuffix(": ")
         self._post(Reason(self._rank, "raised", what, "".join(lines)))
         self._linger()
 

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import smpar as smp
-from smpar.errors import PeerFailed
 
 WIDTH = 8
 BATCH = 8
@@ -137,7 +136,7 @@ def train(model: Any, x: Tensor, y: Tensor) -> Tensor:
     return loss
 
 
-def seen(action: Callable[[], Any], catch: bool = True) -> Seen:
+def seen(action: Callable[[], Any]) -> Seen:
     """Performs a user's action and notes how it ends."""
     since = time.monotonic()
     try:
@@ -179,9 +178,7 @@ ACTS: dict[str, Callable[[], None]] = {
 }  # fmt: skip
 
 
-def fail_in_step(
-    rank: int, where: str, step: int, act: str, config: dict[str, Any], tied: bool = False
-) -> Seen:
+def fail_in_step(rank: int, where: str, step: int, act: str, config: dict[str, Any], tied: bool = False) -> Seen:
     """Rank ``rank`` fails in its own unit, in the forward or backward of its second microbatch in step ``step``."""
     stages = start(config)
     model = smp.DistributedModel(by_hand(Net(2 * stages, tied), stages))
@@ -319,28 +316,6 @@ def random_states_differ() -> list[float]:
     return [float(train(model, *batch(0)).reduce_mean()) for _ in range(3)]
 
 
-def waits_for_a_late_rank(seconds: float) -> tuple[Seen, list[str]]:
-    """Rank 1 comes late to its step; the others say that they wait. Returns what was logged, too."""
-    import logging
-
-    from smpar.comm import failure
-
-    said: list[str] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            said.append(record.getMessage())
-
-    logging.getLogger("smpar").addHandler(Keep())
-    failure.PATIENCE = seconds / 2
-    stages = start()
-    model = smp.DistributedModel(by_hand(Net(stages), stages))
-    train(model, *batch(0))
-    if smp.rank() == 1:
-        time.sleep(seconds)
-    return seen(lambda: train(model, *batch(1))), said
-
-
 # -- mistakes that all ranks make ----------------------------------------------------------------------------------
 
 
@@ -460,20 +435,19 @@ def _wrong_shape(stages: int) -> None:
     train(_model(stages), x[:, :-1], y)
 
 
-class Hidden(Net):
-    """A switch that no signature shows decides what runs."""
+_switch: set[str] = set()
 
-    def __init__(self, blocks: int) -> None:
-        super().__init__(blocks)
-        self.switch = {"reverse": False, "skip": False, "twice": False}
+
+class Hidden(Net):
+    """A switch outside of the model, which no signature shows, decides what runs."""
 
     def forward(self, x: Tensor) -> Tensor:
         blocks = list(self.blocks)
-        if self.switch["reverse"]:
+        if "reverse" in _switch:
             blocks.reverse()
-        if self.switch["skip"]:
+        if "skip" in _switch:
             blocks = blocks[:1] + blocks[2:]
-        if self.switch["twice"]:
+        if "twice" in _switch:
             blocks = blocks + blocks[-1:]
         for block in blocks:
             x = block(x)
@@ -484,8 +458,9 @@ def _switched(name: str) -> Callable[[int], None]:
     def mistake(stages: int) -> None:
         model = smp.DistributedModel(by_hand(Hidden(2 * stages), stages))
         train(model, *batch(0))
-        model.module.switch[name] = True
         train(model, *batch(1))
+        _switch.add(name)
+        train(model, *batch(2))
 
     return mistake
 
@@ -600,8 +575,3 @@ def mistake(name: str, config: dict[str, Any] | None = None) -> Seen:
 def bad_init(config: dict[str, Any], by_rank: dict[int, dict[str, Any]]) -> Seen:
     """An init that cannot be; ``by_rank`` changes some ranks' configuration."""
     return seen(lambda: smp.init({**config, **by_rank.get(int(os.environ["RANK"]), {})}))
-
-
-@contextlib.contextmanager
-def _nothing() -> Iterator[None]:
-    yield
