@@ -29,7 +29,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from smpar.comm.failure import FailureWatch
 from smpar.comm.sockets import Connections
 from smpar.config import Config
-from smpar.errors import ConfigError, MeshError, NotInitialized
+from smpar.errors import ConfigError, MeshError, NotInitialized, SmparError
 from smpar.mesh import AXES, Axis, Mesh
 
 TIMEOUT = timedelta(minutes=30)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
 import signal
 import sys
@@ -22,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import smpar as smp
+from smpar.comm import stall
 
 WIDTH = 8
 BATCH = 8
@@ -314,6 +316,33 @@ def random_states_differ() -> list[float]:
     torch.manual_seed(100 + smp.rank())
     torch.rand(smp.rank())
     return [float(train(model, *batch(0)).reduce_mean()) for _ in range(3)]
+
+
+def waits_for_a_late_rank(what: str, seconds: float) -> list[str]:
+    """Rank 1 comes late to a step or barrier; returns what this rank said meanwhile."""
+    said: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    logging.getLogger("smpar").addHandler(Keep())
+    stall.PATIENCE = seconds / 2
+    stall.ANSWER = 0.8
+    stages = start()
+    model = smp.DistributedModel(by_hand(Net(stages), stages))
+    train(model, *batch(0))
+    if smp.rank() == 1:
+        late(seconds + 2.0)
+    if what == "step":
+        train(model, *batch(1))
+    else:
+        smp.barrier()
+    return said
+
+
+def late(seconds: float) -> None:
+    time.sleep(seconds)
 
 
 # -- mistakes that all ranks make ----------------------------------------------------------------------------------

@@ -154,6 +154,17 @@ def test_a_unit_may_use_another_units_weight(ranks: int, pool: Pool) -> None:
         assert seen.values[0] == pytest.approx(truth, rel=1e-5)
 
 
+@pytest.mark.parametrize("what", ["step", "barrier"])
+def test_ranks_that_wait_long_say_where_the_others_are(what: str, pool: Pool) -> None:
+    first, last, third = pool.run(3, scenarios.waits_for_a_late_rank, what, 1.5)
+    assert not last
+    for rank, said in ((0, first), (2, third)):
+        (message,) = said
+        assert message.startswith(f"smpar: rank {rank} waits at scenarios.py:") and "s already" in message, message
+        assert "rank 1 is outside of smpar, at scenarios.py:" in message and " in late" in message, message
+        assert f"rank {2 - rank} waits at scenarios.py:" in message, message
+
+
 # -- init ----------------------------------------------------------------------------------------------------------
 
 GOOD = {"pipeline_parallel_degree": 2, "microbatches": 4}
