@@ -84,9 +84,10 @@ class StepError(SmparError):
 
     RULE = "a step keeps to its rules"
     FIX = "see the documentation of smpar.step"
+    FOUND = "{}"  # how several values are put in words
 
     def __init__(self, *values: object) -> None:
-        super().__init__(self.RULE, "; ".join(str(v) for v in values), self.FIX)
+        super().__init__(self.RULE, self.FOUND.format(*values) if len(values) > 1 else str(values[0]), self.FIX)
 
     def __reduce__(self) -> tuple[type[SmparError], tuple[str], dict[str, Any]]:  # type: ignore[override]
         return type(self), (self.values,), self.__dict__.copy()
@@ -110,6 +111,7 @@ class NotInGlue(StepError):
     """A function that stage tensors do not support outside of modules."""
 
     RULE = "outside of modules this cannot be done with a stage tensor"
+    FOUND = "{} ({})"
     FIX = "follow the advice above, or move the code into the forward of an nn.Module of its own"
 
 
@@ -125,6 +127,20 @@ class NotThroughModel(StepError):
 
     RULE = "model.backward(loss) needs a loss computed from the model's outputs that requires gradients"
     FIX = "check for .detach(), torch.no_grad() and frozen parameters between the model and the loss"
+
+
+class NestedStep(StepError):
+    """A step function is called from within another one."""
+
+    RULE = "a function decorated with @smpar.step is not called inside another one"
+    FIX = "take the decorator off the inner function; only the function that your training loop calls has it"
+
+
+class NoSuchArgument(StepError):
+    """``smpar.step`` names an argument that the step function does not have."""
+
+    RULE = "non_split_inputs and input_split_axes name arguments of the step function"
+    FIX = '@smpar.step(non_split_inputs=["mask"], input_split_axes={"x": 1})\n  def train_step(model, x, mask): ...'
 
 
 class WrongBackward(StepError):
@@ -152,6 +168,7 @@ class UnitMismatch(StepError):
     """A unit's real result differs from what tracing it under fake tensors gave."""
 
     RULE = "the number, shapes and types of a module's results are those that tracing found"
+    FOUND = "{0} gave {2}, where its trace has {1}"
     FIX = (
         'smpar.init({"static_mode": False, ...}) if they depend on data; else keep the module whole with its parent, '
         "or make them depend on shapes only"
@@ -162,6 +179,7 @@ class LateParameter(StepError):
     """A parameter is used on a stage that gave it up when the model was partitioned."""
 
     RULE = "which stages read a parameter outside of its module is settled by the first step"
+    FOUND = "{} is read on stage {}, but only stages {} hold it"
     FIX = "let the first step read it too, or put the code that reads it into the parameter's own module"
 
 

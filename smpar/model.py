@@ -13,6 +13,7 @@ from torch import nn
 
 from smpar.errors import ModelError, NotThroughModel, OutsideOfStep, WrongBackward
 from smpar.runtime.core import runtime
+from smpar.runtime.partitioning import check_pins
 from smpar.runtime.partitioning import set_partition as pin
 from smpar.runtime.pipeline import Pipeline
 from smpar.runtime.wholes import gather_state
@@ -55,6 +56,7 @@ class DistributedModel(nn.Module):
         if isinstance(module, DistributedModel):
             raise ModelError("DistributedModel of a DistributedModel")
         now = runtime()
+        check_pins(module, now.world.axis_size("pp"))
         self.module = module
         self.average_grads = average_grads_across_microbatches
         self.pipeline: Pipeline | None = None
@@ -98,15 +100,16 @@ class DistributedModel(nn.Module):
         now = runtime()
         if now.microbatch is None:
             raise OutsideOfStep("model.backward was called outside of a step")
-        roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        roots = list(tensors) if isinstance(tensors, (list, tuple)) else [tensors]
         grads = [grad_tensors] if grad_tensors is None or isinstance(grad_tensors, torch.Tensor) else list(grad_tensors)
         grads += [None] * (len(roots) - len(grads))
         starts = []
         for root, grad in zip(roots, grads, strict=True):
             if not isinstance(root, torch.Tensor) or not root.requires_grad:
-                raise NotThroughModel(f"a {type(root).__name__} of shape {tuple(getattr(root, 'shape', ()))}")
+                shape = f" of shape {list(root.shape)} without gradient" if isinstance(root, torch.Tensor) else ""
+                raise NotThroughModel(f"a {type(root).__name__}{shape}")
             if grad is None and root.numel() != 1:
-                raise WrongBackward(f"shape {tuple(root.shape)}")
+                raise WrongBackward(f"a tensor of shape {list(root.shape)}")
             starts.append(torch.full_like(root, now.microbatch) if grad is None else grad * now.microbatch)
         now.backward_ran = True
         torch.autograd.backward(roots, starts)
@@ -282,10 +285,6 @@ def set_partition(module: nn.Module, stage: int) -> None:
     model = now.maybe_model
     if model is not None and model.pipeline is not None and model.partitioned:
         raise ModelError("set_partition after the model was partitioned by its first step")
-    if isinstance(stage, int) and stage >= now.world.axis_size("pp"):
-        from smpar.errors import PartitionError
-
-        raise PartitionError(f"partition {stage} of {now.world.axis_size('pp')}")
     pin(module, stage)
 
 

@@ -151,6 +151,8 @@ def _fork_server_environment() -> Iterator[None]:
         OMP_NUM_THREADS="1",
         MKL_NUM_THREADS="1",
         TOKENIZERS_PARALLELISM="false",
+        # torch looks up the name of every address it connects to; where no name server answers, that takes 5 s each
+        RES_OPTIONS="timeout:1 attempts:1",
     )
     try:
         yield

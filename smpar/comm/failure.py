@@ -33,7 +33,8 @@ from typing import Literal, Protocol
 import torch.distributed as dist
 
 from smpar.comm.sockets import Connections
-from smpar.errors import CommError, PeerFailed
+from smpar.comm.stall import StallWatch
+from smpar.errors import CommError, PeerFailed, SmparError
 
 TICK = 0.2  # s between two looks at the store
 BEAT = 0.5  # s between two heartbeats
@@ -223,7 +224,8 @@ class FailureWatch:
         if os.getpid() != self._pid:  # a forked helper must not stop the job
             return
         lines = traceback.format_exception(type(error), error, error.__traceback__)
-        what = f"{type(error).__name__}: {error}".split("\n")[0].removesuffix(": ")
+        said = error.values if isinstance(error, SmparError) else error
+        what = f"{type(error).__name__}: {said}".split("\n")[0].removesuffix(": ")
         self._post(Reason(self._rank, "raised", what, "".join(lines)))
         self._linger()
 
@@ -325,7 +327,7 @@ class FailureWatch:
     # -- the thread
 
     def _run(self) -> None:
-        pulses = _Pulses(self._store)
+        pulses, stall = _Pulses(self._store), StallWatch(self._store, self._rank, self._size)
         next_beat = time.monotonic() + BEAT
         suspected_since = learnt_at = 0.0
         while not self._stopping:
@@ -338,8 +340,11 @@ class FailureWatch:
                     next_beat = now + BEAT
                     if self._reason is None:
                         self._look_after_next(pulses, now)
+                        stall.answer()
                 if self._reason is None and self._store.check(["abort"]):
                     self._learn(Reason(**json.loads(self._store.get("abort"))))
+                if self._reason is None and not self._suspicious:
+                    stall.look(now)
                 if self._reason is None and self._suspicious:
                     suspected_since = suspected_since or now
                     self._explain(pulses, now, now - suspected_since)

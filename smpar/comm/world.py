@@ -12,8 +12,11 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import json
 import os
 import socket
+import threading
+import time
 from collections import deque
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -26,10 +29,12 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from smpar.comm.failure import FailureWatch
 from smpar.comm.sockets import Connections
 from smpar.config import Config
-from smpar.errors import MeshError, NotInitialized
+from smpar.errors import ConfigError, MeshError, NotInitialized, SmparError
 from smpar.mesh import AXES, Axis, Mesh
 
 TIMEOUT = timedelta(minutes=30)
+MEETING = timedelta(minutes=5)  # how long a rank waits for the others to start
+LINGER = 3.0  # s that the store's host waits for others to read why they cannot start
 
 _current: World | None = None
 
@@ -96,26 +101,31 @@ class World:
 
         Raises:
             MeshError: the number of processes does not fit the degrees, or the machine's GPUs.
+            ConfigError: another rank's configuration is another one, or wrong.
         """
         given = dist.is_initialized()
         rank, size = _rank_and_size(given)
-        mesh = Mesh(size, config.pipeline_parallel_degree, config.tensor_parallel_degree, config.placement)
+        try:
+            mesh = Mesh(size, config.pipeline_parallel_degree, config.tensor_parallel_degree, config.placement)
+        except MeshError as error:
+            refuse(error)
+            raise
         if size == 1:
             return cls(mesh, 0, 0, 1, 0)
 
         connections = Connections()
-        if given:
-            store: Store = dist.distributed_c10d._get_default_store()
-        else:
-            store = _rendezvous(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), rank, size)
-        # The store outlives its worlds: each rank counts its worlds there, all count alike, so each has its own keys.
-        prefix = f"smpar/{store.add(f'smpar/worlds of {rank}', 1)}"
+        store, prefix = _meet(given, rank, size)
         own_client = store.clone()  # type: ignore[attr-defined]  # so that the watch blocks nobody and nobody blocks it
         store = PrefixStore(prefix, store)
         local_rank, local_size, instance_id = _locality(store, rank, size)
         world = cls(mesh, rank, local_rank, local_size, instance_id)
         if world.device.type == "cuda":
-            _use_device(world)
+            try:
+                _use_device(world)
+            except MeshError as error:
+                _announce(store, rank, size, error=error)
+                raise
+        _announce(store, rank, size, config)
         with connections.recording(but_port=int(os.environ.get("MASTER_PORT", -1))):
             world._make_groups(store, given, timeout)
         launcher_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -250,12 +260,98 @@ def _rank_and_size(given: bool) -> tuple[int, int]:
     return 0, 1
 
 
+def refuse(error: SmparError) -> None:
+    """Tells the other ranks, which wait for this one in `World.open`, that it cannot join, and why."""
+    given = dist.is_initialized()
+    rank, size = _rank_and_size(given)
+    if size == 1 or not (given or {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()):
+        return
+
+    def tell() -> None:
+        with contextlib.suppress(RuntimeError):
+            store, prefix = _meet(given, rank, size)
+            _announce(PrefixStore(prefix, store), rank, size, error=error)
+
+    # The others may be late, or not there at all; this rank's own error shall not wait for that.
+    thread = threading.Thread(target=tell, name="smpar-refuse", daemon=True)
+    thread.start()
+    thread.join(LINGER)
+
+
+def _announce(
+    store: Store, rank: int, size: int, config: Config | None = None, error: SmparError | None = None
+) -> None:
+    """Each rank's configuration, or why it cannot join, to all.
+
+    Raises:
+        ConfigError: they differ, or another rank cannot join.
+    """
+    mine = config.to_dict() if config is not None else {"error": f"{error}"}
+    store.set(f"config/{rank}", json.dumps(mine))
+    everyone: list[dict[str, Any]] = []
+    problem: ConfigError | None = None
+    if error is None:
+        everyone = [json.loads(text) for text in store.multi_get([f"config/{r}" for r in range(size)])]
+        problem = _difference(everyone)
+    store.set(f"read/{rank}", "1")
+    if (error or problem) and rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        # The store would go away with this process before the others have read it.
+        with contextlib.suppress(RuntimeError):
+            store.wait([f"read/{r}" for r in range(size)], timedelta(seconds=LINGER))
+    if problem is not None:
+        raise problem
+
+
+def _difference(everyone: list[dict[str, Any]]) -> ConfigError | None:
+    for rank, other in enumerate(everyone):
+        if "error" in other:
+            text = "\n    | ".join(str(other["error"]).split("\n"))
+            return ConfigError(
+                "all ranks of a job must be able to start",
+                f"rank {rank} cannot\n    | {text}",
+                f"see rank {rank}'s message above; give smpar.init the same configuration on all ranks",
+            )
+    for rank, other in enumerate(everyone):
+        for key, value in everyone[0].items():
+            if other[key] != value:
+                return ConfigError(
+                    "all ranks give smpar.init the same configuration",
+                    f"{key} = {value!r} on rank 0, {other[key]!r} on rank {rank}",
+                    "let nothing in the configuration depend on the rank",
+                )
+    return None
+
+
+def _meet(given: bool, rank: int, size: int) -> tuple[Store, str]:
+    """The job's store, and the prefix of this world's keys there."""
+    if given:
+        store: Store = dist.distributed_c10d._get_default_store()
+    else:
+        store = _rendezvous(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), rank, size)
+    # The store outlives its worlds: each rank counts its worlds there, all count alike, so each has its own keys.
+    return store, f"smpar/{store.add(f'smpar/worlds of {rank}', 1)}"
+
+
 @functools.lru_cache(maxsize=1)
 def _rendezvous(address: str, port: int, rank: int, size: int) -> Store:
     """The job's store. It lives as long as the process: a server stopped and started again would lose its clients."""
     launcher_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serves = rank == 0 and not launcher_serves
-    return TCPStore(address, port, size, serves, timeout=timedelta(minutes=5), multi_tenant=True)
+    if rank > 0 and not launcher_serves:
+        _await_listener(address, port)
+    return TCPStore(address, port, size, serves, timeout=MEETING, multi_tenant=True)
+
+
+def _await_listener(address: str, port: int) -> None:
+    """Waits until someone listens there. A TCPStore that comes too early tries again after half a second, or five."""
+    end = time.monotonic() + MEETING.total_seconds()
+    while time.monotonic() < end:
+        try:
+            socket.create_connection((address, port), timeout=5.0).close()
+        except OSError:
+            time.sleep(0.01)
+        else:
+            return
 
 
 def _locality(store: Store, rank: int, size: int) -> tuple[int, int, int]:

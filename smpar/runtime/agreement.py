@@ -98,7 +98,7 @@ def _gather(world: World, numbers: list[int]) -> list[list[int]]:
     mine = torch.tensor(numbers, dtype=torch.int64)
     everyone = [torch.empty_like(mine) for _ in range(world.axis_size("pp"))]
     dist.all_gather(everyone, mine, group=world.process_group("pp"))
-    return torch.stack(everyone).tolist()  # type: ignore[no-any-return]
+    return torch.stack(everyone).tolist()
 
 
 def _lines(programs: Sequence[MicrobatchProgram] | None, layout: Layout) -> list[str]:
@@ -153,7 +153,7 @@ def _checksum(tensor: torch.Tensor, contents: bool, start: int) -> int:
     flat = tensor.detach().reshape(-1)
     step = -(-flat.numel() * flat.element_size() // _SAMPLE)
     sample = flat[::step].contiguous().cpu()
-    return zlib.crc32(memoryview(sample.view(torch.uint8).numpy()), mark)
+    return zlib.crc32(sample.view(torch.uint8).numpy().data, mark)
 
 
 def _explain(world: World, called: Called) -> None:

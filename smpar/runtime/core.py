@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from smpar.comm.world import World, set_current
+from smpar.comm.world import World, refuse, set_current
 from smpar.config import Config
 from smpar.errors import ConfigError, ModelError, NotInitialized
 from smpar.observe.perfetto import write_trace
@@ -108,14 +108,20 @@ def init(config: Mapping[str, Any] | None = None) -> None:
         MeshError: the number of ranks does not fit the degrees.
     """
     global _runtime
-    checked = Config.from_environment() if config is None else Config.from_dict(config)
+    try:
+        checked = Config.from_environment() if config is None else Config.from_dict(config)
+    except ConfigError as error:
+        if _runtime is None:
+            refuse(error)
+        raise
     if _runtime is not None:
         if _runtime.config == checked:
             return
+        before, now = _runtime.config.to_dict(), checked.to_dict()
         raise ConfigError(
-            "smpar is initialised once in a process",
-            "a second smpar.init with another configuration",
-            "smpar.shutdown() before it",
+            "a process keeps the configuration of its first smpar.init",
+            "a second one with " + ", ".join(f"{k} = {v!r} (before: {before[k]!r})" for k, v in now.items() if v != before[k]),
+            "give both the same configuration, or call smpar.shutdown() between them",
         )
     world = World.open(checked)
     set_current(world)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from smpar.comm.world import current, is_initialized
 from smpar.errors import PartitionError
 from smpar.plan.chain import Edge, Partition, Tie, TooFewUnits, UnitCost
 from smpar.plan.partition import partition as best_cuts
@@ -41,7 +42,7 @@ _GAIN = 0.97
 @contextlib.contextmanager
 def partition(stage: int) -> Iterator[None]:
     """Modules made inside run on pipeline stage ``stage``; the innermost context wins (SMP's ``smp.partition``)."""
-    _check_index(stage)
+    check_index(stage)
     plain = nn.Module.__init__
 
     def init(module: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -65,13 +66,28 @@ def set_partition(module: nn.Module, stage: int) -> None:
     Raises:
         PartitionError: the index is no whole number of at least 0.
     """
-    _check_index(stage)
+    check_index(stage)
     _pins[module] = stage
 
 
-def _check_index(stage: Any) -> None:
+def check_index(stage: Any) -> None:
+    """Raise PartitionError unless ``stage`` is a pipeline stage (as far as their number is known yet)."""
     if isinstance(stage, bool) or not isinstance(stage, int) or stage < 0:
         raise PartitionError(f"partition index {stage!r}")
+    stages = current().axis_size("pp") if is_initialized() else None
+    if stages is not None and stage >= stages:
+        raise PartitionError(f"partition index {stage} with {stages} pipeline stages, 0 to {stages - 1}")
+
+
+def check_pins(model: nn.Module, stages: int) -> None:
+    """Raise PartitionError if a module of ``model`` was put on a stage that does not exist."""
+    for name, module in model.named_modules():
+        stage = _pins.get(module)
+        if stage is not None and stage >= stages:
+            raise PartitionError(
+                f"{name or '(model)'} ({type(module).__name__}) on partition index {stage} with {stages} pipeline "
+                f"stages, 0 to {stages - 1}"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,12 +129,8 @@ def make_layout(fn: Callable[..., Any], call: Call, model: nn.Module, outcomes: 
         TooFewUnits: the model cannot be cut into so many stages.
         PartitionError: a stage index that does not exist.
     """
+    check_pins(model, goal.stages)
     pins = {m: s for m in model.modules() if (s := _pins.get(m)) is not None}
-    for module, stage in pins.items():
-        if stage >= goal.stages:
-            raise PartitionError(
-                f"{type(module).__name__} is on partition {stage}, but there are {goal.stages}: 0 to {goal.stages - 1}"
-            )
     if not goal.auto:
         return _by_hand(fn, call, model, outcomes, goal, pins)
     if goal.skip_tracing:

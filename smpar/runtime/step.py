@@ -10,7 +10,7 @@ from typing import Any, TypeVar, overload
 
 import torch
 
-from smpar.errors import BatchError, ModelError
+from smpar.errors import BatchError, NestedStep, NoSuchArgument
 from smpar.observe.metrics import report_step
 from smpar.runtime.agreement import Called, agree
 from smpar.runtime.core import Runtime, runtime
@@ -51,7 +51,8 @@ def step(
         detach_outputs: whether returned tensors are detached.
 
     Raises:
-        BatchError: fewer samples than microbatches, or an argument name that the function does not have.
+        NoSuchArgument: an argument name that the function does not have.
+        BatchError: fewer samples than microbatches.
         RanksDisagree: the ranks of a pipeline got different batches.
     """
     if fn is None:
@@ -65,13 +66,13 @@ def step(
     whole, axes = list(non_split_inputs or ()), dict(input_split_axes or {})
     for name in (*whole, *axes):
         if name not in names and not open_ended:
-            raise BatchError(f"{getattr(fn, '__name__', 'the step')}({', '.join(names)}) has no argument {name!r}")
+            raise NoSuchArgument(f"{getattr(fn, '__name__', 'the step')}({', '.join(names)}) has no argument {name!r}")
 
     @functools.wraps(fn)
     def stepped(*args: Any, **kwargs: Any) -> Any:
         now = runtime()
         if now.in_step:
-            raise ModelError("a step was called inside a step")
+            raise NestedStep(f"{getattr(fn, '__name__', 'a step')} was called inside a step")
         given = {**dict(zip(_positions(names, len(args)), args, strict=True)), **kwargs}
         try:
             batch = split(names, args, kwargs, now.config.microbatches, whole, axes)

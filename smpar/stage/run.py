@@ -227,14 +227,14 @@ class Run(abc.ABC):
 
     def backward(self, tensors: Any, grads: Any = None) -> None:
         """Note where the microbatch's backward starts (it runs when the schedule says so)."""
-        roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        roots = list(tensors) if isinstance(tensors, (list, tuple)) else [tensors]
         given = [grads] if grads is None or isinstance(grads, torch.Tensor) else list(grads)
         given += [None] * (len(roots) - len(given))
         for root, grad in zip(roots, given, strict=True):
             if not isinstance(root, StageTensor) or not root.requires_grad:
-                raise NotThroughModel(tuple(root.shape), isinstance(root, StageTensor))
+                raise NotThroughModel(described(root))
             if grad is None and root.numel() != 1:
-                raise WrongBackward(tuple(root.shape))
+                raise WrongBackward(f"a tensor of shape {list(root.shape)}")
         self._backward_event(tuple(r.ident for r in roots))
         for root, grad in zip(roots, given, strict=True):
             if root.home != self.stage:
@@ -435,7 +435,22 @@ def _first_difference(traced: tree.Spec, real: tree.Spec) -> tuple[str, str]:
     for a, b in zip(tree.constants(traced), tree.constants(real), strict=False):
         if a != b:
             return repr(a.value), repr(b.value)
-    return str(traced), str(real)
+    return _kind(traced), _kind(real)
+
+
+def _kind(spec: tree.Spec) -> str:
+    if isinstance(spec, tree.Const):
+        return repr(spec.value)
+    return f"a {spec.cls.__name__} of {len(spec.children)}" if isinstance(spec, tree.Node) else "a tensor"
+
+
+def described(root: Any) -> str:
+    """What was given to ``model.backward`` instead of a loss."""
+    if not isinstance(root, torch.Tensor):
+        return f"a {type(root).__name__}"
+    if isinstance(root, StageTensor):
+        return f"a tensor of shape {list(root.shape)} without gradient, on stage {root.home}"
+    return f"a tensor of shape {list(root.shape)} that no module of the model has a part in"
 
 
 def _rebind(tensor: StageTensor, meta: Meta, stage: int, ident: int, segment: int, value: Any) -> None:

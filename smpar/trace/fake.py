@@ -37,6 +37,10 @@ class Meta(NamedTuple):
     device: torch.device
     requires_grad: bool
 
+    def __str__(self) -> str:
+        gradient = " with gradient" if self.requires_grad else ""
+        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}{gradient}"
+
     @property
     def nbytes(self) -> int:
         return self.dtype.itemsize * torch.Size(self.shape).numel()
@@ -331,6 +335,12 @@ class FakeRunner:
         Raises:
             whatever ``fn`` raises on tensors of these shapes.
         """
+        with _quiet():
+            return self._evaluate_or_guess(fn, args, kwargs, module)
+
+    def _evaluate_or_guess(
+        self, fn: Callable[..., Any], args: Any, kwargs: Any, module: torch.nn.Module | None
+    ) -> Outcome:
         guess = False
         try:
             outcome: Outcome | None = self._evaluate(fn, args, kwargs, module, guess)
@@ -474,6 +484,17 @@ def _alive(made: list[weakref.ref[torch.Tensor]]) -> bool:
 
 def _result_shapes(outcome: Outcome) -> Any:
     return outcome.spec, tuple(p.meta.shape if isinstance(p, Out) else p for p in outcome.places)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """torch logs what an operator raises on fake tensors; it is raised anyway, and may be no more than a try."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _reached(tensor: torch.Tensor, marks: dict[int, int]) -> set[int]:

@@ -53,7 +53,7 @@ class Outcomes:
 
     def of_unit(self, unit: nn.Module, leaves: list[torch.Tensor], spec: tree.Spec) -> Outcome:
         """The outcome of ``unit`` called with the nested arguments (args, kwargs) = unflatten(spec, leaves)."""
-        key = (self.unit_key(unit), spec, _signature(leaves))
+        key: tuple[Any, ...] = (self.unit_key(unit), spec, _signature(leaves))
         found = self._units.get(key)
         if found is not None and found.borrowed:  # an equal unit may borrow from another module
             key = (*key, unit)

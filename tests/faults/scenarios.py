@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import smpar as smp
-from smpar.errors import PeerFailed
+from smpar.comm import stall
 
 WIDTH = 8
 BATCH = 8
@@ -137,7 +138,7 @@ def train(model: Any, x: Tensor, y: Tensor) -> Tensor:
     return loss
 
 
-def seen(action: Callable[[], Any], catch: bool = True) -> Seen:
+def seen(action: Callable[[], Any]) -> Seen:
     """Performs a user's action and notes how it ends."""
     since = time.monotonic()
     try:
@@ -179,9 +180,7 @@ ACTS: dict[str, Callable[[], None]] = {
 }  # fmt: skip
 
 
-def fail_in_step(
-    rank: int, where: str, step: int, act: str, config: dict[str, Any], tied: bool = False
-) -> Seen:
+def fail_in_step(rank: int, where: str, step: int, act: str, config: dict[str, Any], tied: bool = False) -> Seen:
     """Rank ``rank`` fails in its own unit, in the forward or backward of its second microbatch in step ``step``."""
     stages = start(config)
     model = smp.DistributedModel(by_hand(Net(2 * stages, tied), stages))
@@ -319,12 +318,8 @@ def random_states_differ() -> list[float]:
     return [float(train(model, *batch(0)).reduce_mean()) for _ in range(3)]
 
 
-def waits_for_a_late_rank(seconds: float) -> tuple[Seen, list[str]]:
-    """Rank 1 comes late to its step; the others say that they wait. Returns what was logged, too."""
-    import logging
-
-    from smpar.comm import failure
-
+def waits_for_a_late_rank(what: str, seconds: float) -> list[str]:
+    """Rank 1 comes late to a step or barrier; returns what this rank said meanwhile."""
     said: list[str] = []
 
     class Keep(logging.Handler):
@@ -332,13 +327,22 @@ def waits_for_a_late_rank(seconds: float) -> tuple[Seen, list[str]]:
             said.append(record.getMessage())
 
     logging.getLogger("smpar").addHandler(Keep())
-    failure.PATIENCE = seconds / 2
+    stall.PATIENCE = seconds / 2
+    stall.ANSWER = 0.8
     stages = start()
     model = smp.DistributedModel(by_hand(Net(stages), stages))
     train(model, *batch(0))
     if smp.rank() == 1:
-        time.sleep(seconds)
-    return seen(lambda: train(model, *batch(1))), said
+        late(seconds + 2.0)
+    if what == "step":
+        train(model, *batch(1))
+    else:
+        smp.barrier()
+    return said
+
+
+def late(seconds: float) -> None:
+    time.sleep(seconds)
 
 
 # -- mistakes that all ranks make ----------------------------------------------------------------------------------
@@ -460,20 +464,19 @@ def _wrong_shape(stages: int) -> None:
     train(_model(stages), x[:, :-1], y)
 
 
-class Hidden(Net):
-    """A switch that no signature shows decides what runs."""
+_switch: set[str] = set()
 
-    def __init__(self, blocks: int) -> None:
-        super().__init__(blocks)
-        self.switch = {"reverse": False, "skip": False, "twice": False}
+
+class Hidden(Net):
+    """A switch outside of the model, which no signature shows, decides what runs."""
 
     def forward(self, x: Tensor) -> Tensor:
         blocks = list(self.blocks)
-        if self.switch["reverse"]:
+        if "reverse" in _switch:
             blocks.reverse()
-        if self.switch["skip"]:
+        if "skip" in _switch:
             blocks = blocks[:1] + blocks[2:]
-        if self.switch["twice"]:
+        if "twice" in _switch:
             blocks = blocks + blocks[-1:]
         for block in blocks:
             x = block(x)
@@ -484,8 +487,9 @@ def _switched(name: str) -> Callable[[int], None]:
     def mistake(stages: int) -> None:
         model = smp.DistributedModel(by_hand(Hidden(2 * stages), stages))
         train(model, *batch(0))
-        model.module.switch[name] = True
         train(model, *batch(1))
+        _switch.add(name)
+        train(model, *batch(2))
 
     return mistake
 
@@ -600,8 +604,3 @@ def mistake(name: str, config: dict[str, Any] | None = None) -> Seen:
 def bad_init(config: dict[str, Any], by_rank: dict[int, dict[str, Any]]) -> Seen:
     """An init that cannot be; ``by_rank`` changes some ranks' configuration."""
     return seen(lambda: smp.init({**config, **by_rank.get(int(os.environ["RANK"]), {})}))
-
-
-@contextlib.contextmanager
-def _nothing() -> Iterator[None]:
-    yield

@@ -1,18 +1,14 @@
 """Mistakes and failures in steps: each ends in a clear error on all ranks within ten seconds, and none hangs.
 
-    a rank fails in its unit ─▶ it raises its own error; all others PeerFailed, with its number and traceback
-    ranks called differently ─▶ all raise the same error, which names what differs
-    all make the same mistake ─▶ all raise the same error, and nobody waits first
-
-Runs go on in the background, a few at a time, since most of their time is waiting.
+a rank fails in its unit ─▶ it raises its own error; all others PeerFailed, with its number and traceback
+ranks called differently ─▶ all raise the same error, which names what differs
+all make the same mistake ─▶ all raise the same error, and nobody waits first
 """
 
 from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -23,8 +19,6 @@ from tests.harness import Outcome, Pool
 
 LIMIT = 10.0  # s, from the start of the processes to the end of the last one
 DYNAMIC = {"static_mode": False}
-
-Run = Callable[..., list[Seen]]
 
 
 def ends(outcomes: list[Outcome], killed: int | None = None) -> list[Any]:
@@ -158,3 +152,103 @@ def test_a_unit_may_use_another_units_weight(ranks: int, pool: Pool) -> None:
     for seen, truth in pool.run(ranks, scenarios.borrowed_weight):
         assert not seen.error, seen
         assert seen.values[0] == pytest.approx(truth, rel=1e-5)
+
+
+@pytest.mark.parametrize("what", ["step", "barrier"])
+def test_ranks_that_wait_long_say_where_the_others_are(what: str, pool: Pool) -> None:
+    first, last, third = pool.run(3, scenarios.waits_for_a_late_rank, what, 1.5)
+    assert not last
+    for rank, said in ((0, first), (2, third)):
+        (message,) = said
+        assert message.startswith(f"smpar: rank {rank} waits at scenarios.py:") and "s already" in message, message
+        assert "rank 1 is outside of smpar, at scenarios.py:" in message and " in late" in message, message
+        assert f"rank {2 - rank} waits at scenarios.py:" in message, message
+
+
+# -- init ----------------------------------------------------------------------------------------------------------
+
+GOOD = {"pipeline_parallel_degree": 2, "microbatches": 4}
+INITS: dict[str, tuple[dict[str, Any], dict[int, dict[str, Any]], str, tuple[str, ...]]] = {
+    "wrong key": ({**GOOD, "microbatchs": 2}, {}, "ConfigError", ("'microbatchs'", "did you mean 'microbatches'?")),
+    "wrong key on one rank": (GOOD, {1: {"microbatchs": 2}}, "ConfigError", ("did you mean 'microbatches'?",)),
+    "wrong key on rank 0": (GOOD, {0: {"microbatchs": 2}}, "ConfigError", ("did you mean 'microbatches'?",)),
+    "other microbatches": (GOOD, {1: {"microbatches": 8}}, "ConfigError", ("microbatches = 4 on rank 0, 8 on rank 1",)),
+    "other degree": (GOOD, {1: {"pipeline_parallel_degree": 1}}, "ConfigError", ("2 on rank 0",)),
+    "degree does not divide": ({"pipeline_parallel_degree": 4}, {}, "MeshError", ("4 x 1 = 4, with 2 ranks",)),
+    "degree does not divide on one rank": (GOOD, {0: {"pipeline_parallel_degree": 4}}, "", ("with 2 ranks",)),
+    "default_partition": (
+        {**GOOD, "auto_partition": False, "default_partition": 2}, {}, "ConfigError", ("default_partition = 2",)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", INITS)
+def test_a_configuration_that_cannot_be_is_refused_on_all_ranks(name: str, pool: Pool) -> None:
+    config, by_rank, error, words = INITS[name]
+    for seen in ends(pool.run_fresh(2, scenarios.bad_init, config, by_rank)):
+        assert seen.error == error or (not error and seen.error in ("MeshError", "ConfigError")), seen
+        assert all(word in seen.text for word in words), seen.text
+        is_clear(seen)
+
+
+# -- all ranks make the same mistake -------------------------------------------------------------------------------
+
+SAID = {
+    "backward outside of a step": ("OutsideOfStep", "model.backward was called outside of a step"),
+    "backward after the step": ("OutsideOfStep", "model.backward was called outside of a step"),
+    "model called outside of a step": ("OutsideOfStep", "model(...) was called outside of a step"),
+    "batch smaller than the microbatches": ("BatchError", "x has shape (3, 8): 3 along axis 0, but microbatches = 4"),
+    "tensors differ in samples": ("BatchError", "x has 8 samples and y has 9"),
+    "fewer units than stages": ("TooFewUnits", "for 2 stages"),
+    "backward of several elements": ("WrongBackward", "a tensor of shape [2, 8]"),
+    "backward of a detached loss": ("NotThroughModel", "a tensor of shape [] without gradient"),
+    "backward of an input": ("NotThroughModel", "no module of the model has a part in"),
+    "backward of a float": ("NotThroughModel", "a float"),
+    "step in a step": ("NestedStep", "train was called inside a step"),
+    "unknown non_split_inputs": ("NoSuchArgument", "<lambda>(model, x, y) has no argument 'z'"),
+    "unknown input_split_axes": ("NoSuchArgument", "<lambda>(model, x, y) has no argument 'xx'"),
+    "no DistributedModel": ("ModelError", "no smpar.DistributedModel has been made"),
+    "second init": ("ConfigError", "microbatches = 8 (before: 4)"),
+    "index in set_partition": ("PartitionError", "partition index 2 with 2 pipeline stages, 0 to 1"),
+    "index in partition": ("PartitionError", "partition index 2 with 2 pipeline stages, 0 to 1"),
+    "exception in glue": ("Boom", "in glue"),
+    "missing argument": ("TypeError", "missing 1 required positional argument: 'y'"),
+    "shapes that no module takes": ("RuntimeError", "[2, 7] X [8, 8]"),
+    "order changes": ("LeftProgram", "blocks.0 (Block)"),
+    "a module less": ("LeftProgram", "blocks.1 (Block)"),
+    "a module more": ("LeftProgram", "blocks.3 (Block)"),
+}
+OF_ONE_RANK = {
+    "shape depends on data": "blocks.3 (DataShaped) gave float32 [2, 4] with gradient, where its trace has",
+    "result depends on data": "blocks.3 (NoneByData) gave None, where its trace has a tensor",
+}
+
+
+def test_every_mistake_is_tested() -> None:
+    assert {*SAID, *OF_ONE_RANK} == set(MISTAKES)
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_a_mistake_on_all_ranks_is_an_error_on_all(name: str, pool: Pool) -> None:
+    error, words = SAID[name]
+    for seen in ends(pool.run_fresh(2, scenarios.mistake, name)):
+        if seen.error == "PeerFailed":  # the other rank was first, and this one not yet there
+            assert f"raised {error}" in seen.text and words in seen.text, seen.text
+            continue
+        assert seen.error == error, seen
+        assert words in seen.text, seen.text
+        if error not in ("Boom", "TypeError", "RuntimeError"):
+            is_clear(seen)
+
+
+@pytest.mark.parametrize("name", OF_ONE_RANK)
+def test_a_result_unlike_its_trace_is_found_by_its_home(name: str, pool: Pool) -> None:
+    other, home = ends(pool.run_fresh(2, scenarios.mistake, name))
+    assert home.error == "UnitMismatch" and OF_ONE_RANK[name] in home.text, home
+    is_clear(home)
+    assert (other.error, other.rank) == ("PeerFailed", 1) and OF_ONE_RANK[name] in other.text
+
+
+@pytest.mark.parametrize("name", [n for n in MISTAKES if "changes" in n or "a module " in n])
+def test_a_program_that_changes_is_legal_where_it_is_dynamic(name: str, pool: Pool) -> None:
+    assert [seen.error for seen in ends(pool.run_fresh(2, scenarios.mistake, name, DYNAMIC))] == ["", ""]
