@@ -157,6 +157,7 @@ class Run(abc.ABC):
                 return fn(*args, **kwargs)
         except RuntimeError as error:
             if self.bypassed is not None and not isinstance(error, SmparError):
+                self.bypassed.__dict__.update(error.__dict__)  # with the module in which it happened
                 raise self.bypassed from error
             raise
         finally:
