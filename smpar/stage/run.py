@@ -197,6 +197,11 @@ class Run(abc.ABC):
         spec = tree.flatten((args, kwargs), leaves)
         leaves = self._operands(unit, leaves)
         event = self._unit_event(unit, args, kwargs, leaves, spec)
+        if event.outcome.mutates:
+            result, (new_args, new_kwargs) = self._finish(event, leaves, spec, lambda a, k: (call(*a, **k), (a, k)))
+            tree.adopt(args, new_args)
+            tree.adopt(kwargs, new_kwargs)
+            return result
         if self.checkpointing is not None and torch.is_grad_enabled():
             options = self.checkpointing
             return self._finish(
