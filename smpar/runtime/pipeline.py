@@ -39,7 +39,7 @@ from smpar.stage.units import marked
 from smpar.trace import tree
 from smpar.trace.draws import mix
 from smpar.trace.fake import FakeRunner, meta_of
-from smpar.trace.outcomes import Outcomes, autocast_state, flags, module_key
+from smpar.trace.outcomes import Outcomes, autocast_state, flags, module_key, states
 
 log = logging.getLogger("smpar")
 
@@ -252,7 +252,7 @@ class Pipeline:
         for call in batch.calls:
             leaves: list[torch.Tensor] = []
             spec = tree.flatten(call, leaves)
-            keys.append((*base, spec, tuple(meta_of(t) for t in leaves)))
+            keys.append((*base, spec, states(spec), tuple(meta_of(t) for t in leaves)))
         return keys
 
     def _explore(self, fn: Callable[..., Any], call: Any, key: Any) -> MicrobatchProgram | _Dynamic:

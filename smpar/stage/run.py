@@ -156,6 +156,7 @@ class Run(abc.ABC):
                 return fn(*args, **kwargs)
         except RuntimeError as error:
             if self.bypassed is not None and not isinstance(error, SmparError):
+                self.bypassed.__dict__.update(error.__dict__)  # with the module in which it happened
                 raise self.bypassed from error
             raise
         finally:
@@ -198,6 +199,11 @@ class Run(abc.ABC):
             leaves, spec = _flatten(args, kwargs)
             leaves = self._operands(unit, leaves)
             event = self._unit_event(unit, args, kwargs, leaves, spec)
+            if event.outcome.mutates:
+                result, changed = self._finish(event, leaves, spec, lambda a, k: (call(*a, **k), (a, k)))
+                tree.adopt(args, changed[0])
+                tree.adopt(kwargs, changed[1])
+                return result
             options = self.checkpointing
             if options is not None and torch.is_grad_enabled():
                 checkpoint = functools.partial(special.plain_checkpoint, call, use_reentrant=False, **options)

@@ -100,6 +100,7 @@ class Outcome:
     cost: Cost
     leaks: bool = False
     varies: bool = False
+    mutates: bool = False  # it changes lists or dicts among its arguments; the result is (result, (args, kwargs)) then
     borrowed: tuple[torch.nn.Parameter, ...] = ()  # parameters it uses that are neither its own nor arguments
 
 
@@ -399,9 +400,13 @@ class FakeRunner:
                 a, k = tree.unflatten(spec, fakes)
                 result = fn(*a, **k)
                 attributes = left()
+            mutates = _mutated(spec, fakes, (a, k))
+            if mutates:
+                result = result, (a, k)
             outcome = self._outcome(
                 result, attributes, leaves, fakes, versions, watch, count.calls, sum(saved.values())
             )
+            outcome = dataclasses.replace(outcome, mutates=mutates)
             del result, attributes, leaves, fakes, a, k, left
             snapshot.restore()
             return dataclasses.replace(outcome, leaks=True) if watch.made and _alive(watch.made) else outcome
@@ -480,6 +485,12 @@ def _alive(made: list[weakref.ref[torch.Tensor]]) -> bool:
         return False
     gc.collect()
     return any(ref() is not None for ref in made)
+
+
+def _mutated(spec: tree.Spec, given: list[torch.Tensor], arguments: Any) -> bool:
+    """Whether a call put other tensors or values into the containers among its arguments."""
+    after: list[torch.Tensor] = []
+    return tree.flatten(arguments, after) != spec or any(a is not b for a, b in zip(after, given, strict=True))
 
 
 def _result_shapes(outcome: Outcome) -> Any:

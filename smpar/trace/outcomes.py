@@ -53,7 +53,7 @@ class Outcomes:
 
     def of_unit(self, unit: nn.Module, leaves: list[torch.Tensor], spec: tree.Spec) -> Outcome:
         """The outcome of ``unit`` called with the nested arguments (args, kwargs) = unflatten(spec, leaves)."""
-        key: tuple[Any, ...] = (self.unit_key(unit), spec, _signature(leaves))
+        key: tuple[Any, ...] = (self.unit_key(unit), spec, states(spec), _signature(leaves))
         found = self._units.get(key)
         if found is not None and found.borrowed:  # an equal unit may borrow from another module
             key = (*key, unit)
@@ -133,6 +133,27 @@ def _attribute_key(value: Any, depth: int = 3) -> Any:
     if callable(value) and not isinstance(value, nn.Module):
         return tree.Const(value).key
     return id(value)
+
+
+def states(spec: tree.Spec) -> tuple[Any, ...]:
+    """What objects that are no containers, among a call's arguments, hold; one level deep."""
+    return tuple(_state_key(c.value, 2) for c in tree.constants(spec) if c.opaque)
+
+
+def _state_key(value: Any, depth: int) -> Any:
+    if isinstance(value, nn.Module):
+        return id(value)
+    if isinstance(value, (*_SIMPLE, torch.Tensor)):
+        return _attribute_key(value)
+    if depth and isinstance(value, (list, tuple)):
+        return type(value), tuple(_state_key(v, depth - 1) for v in value)
+    if depth and isinstance(value, dict):
+        return tuple((_state_key(k, 0), _state_key(v, depth - 1)) for k, v in value.items())
+    if isinstance(value, (set, frozenset)):
+        return frozenset(_state_key(v, 0) for v in value)
+    if depth and hasattr(value, "__dict__") and not callable(value):
+        return type(value), _state_key(vars(value), depth)
+    return type(value)
 
 
 def flags(model: nn.Module) -> tuple[Any, ...]:

@@ -221,6 +221,37 @@ def with_constants(spec: Spec, values: Iterator[Any]) -> Spec:
     return spec
 
 
+def adopt(old: Any, new: Any) -> Any:
+    """Put the contents of ``new`` into the containers of ``old``, as a call did with copies of them.
+
+    Returns:
+        ``old`` if it is a container that can be changed, else ``new``.
+    """
+    if old is new or type(old) is not type(new):
+        return new
+    if isinstance(old, list):
+        old[:] = [adopt(old[i], v) if i < len(old) else v for i, v in enumerate(new)]
+        return old
+    if isinstance(old, dict):
+        items = [(k, adopt(old[k], v) if k in old else v) for k, v in new.items()]
+        for key in [k for k in old if k not in new]:
+            del old[key]
+        for key, value in items:
+            old[key] = value
+        return old
+    if isinstance(old, tuple):
+        for a, b in zip(old, new, strict=False):
+            adopt(a, b)
+        return old
+    if dataclasses.is_dataclass(old) and not isinstance(old, type):
+        for f in dataclasses.fields(old):
+            if hasattr(new, f.name):
+                value = getattr(new, f.name)
+                object.__setattr__(old, f.name, adopt(getattr(old, f.name, None), value))
+        return old
+    return new
+
+
 def map_tensors(fn: Callable[[Tensor], Any], value: Any) -> Any:
     """The same nesting with ``fn`` applied to every tensor; what holds no tensor is returned as it is."""
     if isinstance(value, Tensor):

@@ -11,7 +11,7 @@ import torch
 from tests.harness import Pool
 from tests.parity.features import FEATURES, alone, compare, piped
 
-for _name in ("values", "glue", "steps"):
+for _name in ("values", "glue", "steps", "more"):
     importlib.import_module(f"tests.parity.features_{_name}")
 
 RUNS = [pytest.param(n, d, id=f"{n}-{d}") for n, f in FEATURES.items() for d in f.degrees if not f.refused]
