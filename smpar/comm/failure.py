@@ -230,7 +230,7 @@ class FailureWatch:
         self._linger()
 
     def meet(self, patience: float) -> bool:
-        """Whether all ranks come to this call, which each makes once, within ``patience`` s of its own; same answer for all.
+        """Whether all ranks come to this call within ``patience`` s; each makes it once, and all get the same answer.
 
         For work together at the end, where a rank may have left its program in a way that nobody has seen yet.
         """

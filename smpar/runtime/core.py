@@ -91,7 +91,7 @@ def runtime() -> Runtime:
         NotInitialized: ``smpar.init`` has not run.
     """
     if _runtime is None:
-        raise NotInitialized("smpar.init must come first", "smpar is not initialised", "import smpar; smpar.init({...})")
+        raise NotInitialized("smpar.init must come first", "smpar is not initialised", "smpar.init({...})")
     return _runtime
 
 

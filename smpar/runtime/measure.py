@@ -99,7 +99,7 @@ class Measurer:
         return dataclasses.replace(seen.graph, units=tuple(units), measured=True)
 
     def _scale(self) -> float:
-        """Measured seconds per counted second, of the median unit: one that is slow for reasons of its own says little."""
+        """Measured seconds per counted second, of the median unit: one that is slow for its own reasons says little."""
         ratios = [
             sum(times) / (3 * self._counted[key])
             for key, times in self._times.items()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from smpar.runtime.partitioning import Explored, may_open, expose, never_called, survey
+from smpar.runtime.partitioning import Explored, expose, may_open, never_called, survey
 from smpar.stage.layout import maximal_units
 from smpar.stage.run import ValueNeeded
 from smpar.stage.units import blamed

@@ -53,7 +53,7 @@ class ReadsData(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.a(x)
-        return self.b(y) if y.sum() > 0 else y  # type: ignore[no-any-return]
+        return y + self.b(y) if y.sum() > 0 else y
 
 
 def test_a_module_that_reads_data_stays_whole(seed: int, caplog: pytest.LogCaptureFixture) -> None:
