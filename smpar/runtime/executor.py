@@ -22,7 +22,6 @@ from smpar.stage.split import Batch
 from smpar.trace.draws import SeedMode
 from smpar.trace.outcomes import Outcomes
 
-
 _AS_IT_IS: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
 
 
@@ -158,12 +157,12 @@ class Executor:
     def _backward(self, run: Run, program: MicrobatchProgram, action: Action, inbox: Inbox) -> None:
         """Backward of one segment: once through its graph, from its outputs to its leaves."""
         segment, microbatch = action.segment, action.microbatch
-        segments, flows = program.shape.segments, program.shape.flows
+        stages, flows = program.stages, program.shape.flows
         grads: dict[int, torch.Tensor] = {}
         for index in program.leaving(segment):
             flow = flows[index]
             grad: torch.Tensor | None
-            if segments[flow.target].stage == self.stage:
+            if stages[flow.target] == self.stage:
                 grad = run.leaves.pop((flow.tensor, flow.target)).grad
             else:
                 grad = inbox.take(Message("gradient", index, microbatch))
@@ -182,7 +181,7 @@ class Executor:
             flow = flows[index]
             key = (flow.tensor, segment)
             leaf = run.leaves.get(key)
-            here = segments[flow.producer].stage == self.stage
+            here = stages[flow.producer] == self.stage
             if not flow.backward:
                 if leaf is not None and leaf.grad is not None:
                     raise GradientSurprise(f"into segment {segment}, tensor {flow.tensor}")
@@ -190,5 +189,5 @@ class Executor:
             elif not here:
                 assert leaf is not None
                 grad = leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
-                send(self.channels, segments[flow.producer].stage, grad, program.metas[flow.tensor])
+                send(self.channels, stages[flow.producer], grad, program.metas[flow.tensor])
                 del run.leaves[key]

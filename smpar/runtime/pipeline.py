@@ -81,12 +81,14 @@ class Look:
 
     Attributes:
         keys: the microbatches' input signatures; empty before the partition.
-        known: whether the programs of all are remembered, or not to be known beforehand.
+        programs: what is remembered of each; None where nothing is.
+        known: whether all are remembered, or not to be known beforehand.
         circumstances: what besides its arguments decides what a step does, in words; equal on all ranks.
         digest: a checksum of these.
     """
 
     keys: tuple[Any, ...]
+    programs: tuple[MicrobatchProgram | _Dynamic | None, ...]
     known: bool
     circumstances: Callable[[], dict[str, Any]]
     digest: int
@@ -115,6 +117,8 @@ class Pipeline:
         self.after_partition: list[Callable[[], None]] = []
         self._programs: _Recent = _Recent()
         self._timetables: _Recent = _Recent()
+        self._modules = list(model.modules())
+        self._parameters = list(model.parameters())
         self._modes: Any = None
         self._mode: int = -1  # the number of these modes
         self._numbers: _Recent = _Recent()  # modes -> their number
@@ -144,16 +148,19 @@ class Pipeline:
 
     def look(self, fn: Callable[..., Any], batch: Batch) -> Look:
         """What the step is about to do, as far as it can be told before any rank is asked."""
-        keys = () if self.partitioned is None else tuple(self._keys(fn, batch))
-        known = bool(keys) and (
-            not self.config.static_mode or all(self._programs.fetch(key) is not None for key in keys)
-        )
+        keys = () if self.partitioned is None else self._keys(fn, batch)
+        found: dict[int, Any] = {}
+        for key in keys:
+            if id(key) not in found:
+                found[id(key)] = self._programs.fetch(key)
+        programs = tuple(found[id(key)] for key in keys)
+        known = bool(keys) and (not self.config.static_mode or None not in found.values())
         state = (self._mode, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast_state())
         digest = self._digests.fetch(state) if keys else None
         if digest is None:
             digest = zlib.crc32(repr(list(self._circumstances().values())).encode())
             self._digests.keep(state, digest)
-        return Look(keys, known, self._circumstances, digest)
+        return Look(keys, programs, known, self._circumstances, digest)
 
     def _circumstances(self) -> dict[str, Any]:
         modules = list(self.model.named_modules())
@@ -171,8 +178,8 @@ class Pipeline:
         batch: Batch,
         shares: Sequence[float],
         seed: int,
-        look: Look | None = None,
-        known: bool = False,
+        look: Look,
+        known: bool,
     ) -> list[Any]:
         """Run one step; returns the function's results by microbatch, whole on every rank.
 
@@ -183,9 +190,11 @@ class Pipeline:
         """
         seeds = [mix(seed, self.world.axis_rank("dp"), i) for i in range(len(batch.calls))]
         if self.partitioned is None:
+            self._modules, self._parameters = list(self.model.modules()), list(self.model.parameters())
             self._partition(fn, batch)
-        keys = look.keys if look is not None and look.keys else tuple(self._keys(fn, batch))
-        programs = None if not self.config.static_mode else self._plan(fn, batch, keys)
+        if not look.keys:
+            look = self.look(fn, batch)
+        programs = None if not self.config.static_mode else self._plan(fn, batch, look)
         if not known and self.config.static_mode:
             self._agree_programs(programs)
         if programs is not None:
@@ -222,13 +231,12 @@ class Pipeline:
                 goal = dataclasses.replace(goal, measure=measurer.measure)
             self.partitioned = make_layout(fn, batch.calls[0], self.model, self.outcomes, goal)
 
-    def _plan(self, fn: Callable[..., Any], batch: Batch, keys: Sequence[Any]) -> list[MicrobatchProgram] | None:
+    def _plan(self, fn: Callable[..., Any], batch: Batch, look: Look) -> list[MicrobatchProgram] | None:
         """The microbatches' programs; None if they cannot be known beforehand or do not fit one schedule."""
         programs: list[MicrobatchProgram] = []
-        for call, key in zip(batch.calls, keys, strict=True):
-            program = self._programs.fetch(key)
+        for call, key, program in zip(batch.calls, look.keys, look.programs, strict=True):
             if program is None:
-                program = self._explore(fn, call, key)
+                program = self._programs.fetch(key) or self._explore(fn, call, key)
             if isinstance(program, _Dynamic):
                 return None
             programs.append(program)
@@ -237,7 +245,7 @@ class Pipeline:
     def _agree_programs(self, programs: list[MicrobatchProgram] | None) -> None:
         agree_programs(self.world, programs, self.layout)
 
-    def _keys(self, fn: Callable[..., Any], batch: Batch) -> list[Any]:
+    def _keys(self, fn: Callable[..., Any], batch: Batch) -> tuple[Any, ...]:
         """The microbatches' input signatures."""
         modes = self._current_modes()
         if modes != self._modes:
@@ -249,11 +257,15 @@ class Pipeline:
             self.outcomes.forget_keys()
         base = (fn, self._mode, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast_state())
         keys: list[Any] = []
+        before: Any = None
         for call in batch.calls:
             leaves: list[torch.Tensor] = []
             spec = tree.flatten(call, leaves)
-            keys.append((*base, spec, states(spec), tuple(meta_of(t) for t in leaves)))
-        return keys
+            signature = (spec, tuple(meta_of(t) for t in leaves))
+            # most microbatches are alike: they share one key, which is looked up once
+            keys.append(keys[-1] if keys and signature == before else (*base, *signature))
+            before = signature
+        return tuple(keys)
 
     def _explore(self, fn: Callable[..., Any], call: Any, key: Any) -> MicrobatchProgram | _Dynamic:
         try:
@@ -286,9 +298,9 @@ class Pipeline:
     def _current_modes(self) -> Any:
         split = self.layout.split
         return (
-            flags(self.model),
-            tuple(p.requires_grad for p in self.model.parameters()),
-            tuple(module_key(m) for m in self.layout.names if m in split),
+            flags(self._modules),
+            tuple(p.requires_grad for p in self._parameters),
+            tuple(module_key(m) for m in self._modules if m in split),
         )
 
     def _timetable(self, programs: tuple[MicrobatchProgram, ...]) -> Timetable:
@@ -326,7 +338,7 @@ class Pipeline:
     def _shared_parameters(self) -> list[nn.Parameter]:
         """Parameters of this rank whose gradients other ranks have a part in."""
         if self._shared is None:
-            mine = [p for p in self.model.parameters() if p.requires_grad and self.holds(p)]
+            mine = [p for p in self._parameters if p.requires_grad and self.holds(p)]
             replicated = self.world.axis_size("dp") > 1
             self._shared = [p for p in mine if replicated or len(self.layout.holders[id(p)]) > 1]
             if not self.layout.closed:  # further stages may still come to hold one
@@ -335,7 +347,7 @@ class Pipeline:
         return self._shared
 
     def _reduce(self) -> None:
-        sum_tied(self.model, self.layout, self.channels, self.stage)
+        sum_tied(self._shared_parameters(), self.layout, self.channels, self.stage)
         if self.world.axis_size("dp") > 1:
             average_replicas(self._shared_parameters(), self.world.process_group("dp"), self.world.axis_size("dp"))
 

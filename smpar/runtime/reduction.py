@@ -31,40 +31,42 @@ def own_gradients(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
             p.grad = grad if p.grad is None else grad.add_(p.grad)
 
 
-def sum_tied(model: torch.nn.Module, layout: Layout, channels: Channels, stage: int) -> None:
+def sum_tied(
+    parameters: Sequence[torch.nn.Parameter], layout: Layout, channels: Channels, stage: int
+) -> None:
     """Sum the gradients of parameters that several stages hold; each holder ends with the same bits.
 
     The lowest holder adds the others' in the order of their stages and sends the sum back.
     """
     groups: dict[tuple[int, ...], list[torch.nn.Parameter]] = {}
-    for p in model.parameters():
+    for p in parameters:
         holders = tuple(sorted(layout.holders[id(p)]))
         if len(holders) > 1 and p.requires_grad:
             groups.setdefault(holders, []).append(p)
-    for holders, parameters in sorted(groups.items(), key=lambda item: item[0]):
+    for holders, members in sorted(groups.items(), key=lambda item: item[0]):
         if stage not in holders:
             continue
         owner = holders[0]
-        mine = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8)
+        mine = torch.tensor([p.grad is not None for p in members], dtype=torch.uint8)
         if stage != owner:
             channels.send(owner, mine)
-            _send_gradients(channels, owner, parameters)
+            _send_gradients(channels, owner, members)
             total = _receive(channels, owner, torch.empty_like(mine))
         else:
             total = mine.clone()
             for other in holders[1:]:
                 theirs = _receive(channels, other, torch.empty_like(mine))
                 with torch.no_grad():
-                    for p, has in zip(parameters, theirs.tolist(), strict=True):
+                    for p, has in zip(members, theirs.tolist(), strict=True):
                         if has:
                             grad = _receive(channels, other, torch.empty(p.shape, dtype=p.dtype, device=p.device))
                             p.grad = grad if p.grad is None else _dense(p.grad).add(grad)
                 total |= theirs
             for other in holders[1:]:
                 channels.send(other, total)
-                _send_gradients(channels, other, parameters)
+                _send_gradients(channels, other, members)
         if stage != owner:
-            for p, has in zip(parameters, total.tolist(), strict=True):
+            for p, has in zip(members, total.tolist(), strict=True):
                 if has:
                     p.grad = _receive(channels, owner, torch.empty(p.shape, dtype=p.dtype, device=p.device))
 

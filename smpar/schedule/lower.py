@@ -13,15 +13,13 @@ into buffers, so that is no deadlock.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from smpar.schedule.actions import Action, Kind, Schedule
 from smpar.schedule.program import Program
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(NamedTuple):
     """One transfer on a channel.
 
     Attributes:

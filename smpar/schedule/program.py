@@ -198,7 +198,7 @@ def _validate(program: Program) -> None:
     stages, segments = program.stages, program.segments
     ranks = program.ranks
     require(stages >= 1, "a program has at least one stage", f"stages={stages}")
-    require(not ranks or len(ranks) == stages and min(ranks) >= 0, "each stage has one rank", f"{stages=} {ranks=}")
+    require(not ranks or (len(ranks) == stages and min(ranks) >= 0), "each stage has one rank", f"{stages=} {ranks=}")
     for place, segment in enumerate(segments):
         require(segment.index == place, "segments are numbered in program order", f"{segment} at place {place}")
         require(0 <= segment.stage < stages, "a segment's stage exists", f"{segment}, {stages=}")

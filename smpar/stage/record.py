@@ -181,13 +181,18 @@ class MicrobatchProgram:
     @functools.cached_property
     def arrivals(self) -> dict[tuple[int, int], int]:
         """(tensor, stage) -> the flow that brings it there."""
-        stages = [s.stage for s in self.shape.segments]
+        stages = self.stages
         return {(f.tensor, stages[f.target]): i for i, f in enumerate(self.shape.flows) if f.forward}
 
     @functools.cached_property
     def quiet(self) -> tuple[bool, ...]:
         """For each event, whether it is quiet."""
         return tuple(isinstance(e, Event) and e.quiet for e in self.events)
+
+    @functools.cached_property
+    def stages(self) -> tuple[int, ...]:
+        """Segment -> stage."""
+        return tuple(s.stage for s in self.shape.segments)
 
     @functools.cached_property
     def random(self) -> bool:

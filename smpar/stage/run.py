@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import itertools
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -274,14 +274,14 @@ class Run(abc.ABC):
         flow = self._flow(index)
         if self._stage_of(flow.producer) != self.stage:
             return
-        tensor = next(t for t in leaves if type(t) is StageTensor and t.ident == flow.tensor)
-        assert tensor.value is not None
-        if tensor.value.requires_grad:
-            self.outputs[flow.tensor] = get_gradient_edge(tensor.value)
+        value = next(t for t in leaves if type(t) is StageTensor and t.ident == flow.tensor).value
+        assert value is not None
+        if value.requires_grad:
+            self.outputs[flow.tensor] = get_gradient_edge(value)
         target = self._stage_of(flow.target)
         if flow.forward and target != self.stage:
             assert self.wire is not None
-            self.wire.send(target, tensor.value, self._meta(flow.tensor))
+            self.wire.send(target, value, self._meta(flow.tensor))
 
     def _local(self, tensor: Any, event: Event, written: bool) -> Any:
         """The real tensor behind an argument, in the segment of ``event``."""
@@ -338,7 +338,9 @@ class Run(abc.ABC):
         if outcome.guessed:
             outcome = self._confirmed(event, result)
         values: list[Any] = []
-        made_spec = tree.flatten(result, values)
+        made_spec = tree.LEAF if type(result) is torch.Tensor else tree.flatten(result, values)
+        if made_spec is tree.LEAF:
+            values = [result]
         if made_spec is not outcome.spec and made_spec != outcome.spec:
             raise UnitMismatch(self.layout.name(event.target), *_first_difference(outcome.spec, made_spec))
         if outcome.attributes:
@@ -762,7 +764,7 @@ class Replay(Run):
         return self.program.arrivals[ident, self.stage]
 
     def _stage_of(self, segment: int) -> int:
-        return self.program.shape.segments[segment].stage
+        return self.program.stages[segment]
 
     def _confirmed(self, event: Event, result: Any) -> Outcome:
         return event.outcome

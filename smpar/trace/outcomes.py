@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -93,7 +93,7 @@ class Outcomes:
         return self.runner.evaluate(fn, args, kwargs, unit)
 
     def unit_key(self, unit: nn.Module) -> Any:
-        now = flags(unit)  # these may change within a step, too
+        now = flags(unit.modules())  # these may change within a step, too
         known = self._unit_keys.get(unit)
         if known is None or known[0] != now:
             known = self._unit_keys[unit] = now, tuple(module_key(m) for m in unit.modules())
@@ -156,12 +156,12 @@ def _state_key(value: Any, depth: int) -> Any:
     return type(value)
 
 
-def flags(model: nn.Module) -> tuple[Any, ...]:
+def flags(modules: Iterable[nn.Module]) -> tuple[Any, ...]:
     """All truth values and strings among the modules' attributes: what a training loop switches between steps.
 
     Numbers are left out: many modules count their calls.
     """
-    return tuple(v for m in model.modules() for v in m.__dict__.values() if v.__class__ is bool or v.__class__ is str)
+    return tuple(v for m in modules for v in m.__dict__.values() if v.__class__ is bool or v.__class__ is str)
 
 
 def _base_class(cls: type) -> type:

@@ -279,7 +279,7 @@ class Snapshot:
 
     def add(self, obj: Any, depth: int | None = None) -> None:
         depth = self._depth if depth is None else depth
-        if depth < 0 or isinstance(obj, (Tensor, *_PLAIN)) or callable(obj) and not hasattr(obj, "__dict__"):
+        if depth < 0 or isinstance(obj, (Tensor, *_PLAIN)) or (callable(obj) and not hasattr(obj, "__dict__")):
             return
         if id(obj) in self._saved:
             return

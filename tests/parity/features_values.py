@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.parity.features import W, Feature, feature, regression, sequences
+from tests.parity.features import Feature, W, feature, regression, sequences
 
 
 def linear() -> nn.Linear:
