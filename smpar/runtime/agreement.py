@@ -198,8 +198,8 @@ def _same_call(first: Any, other: Any, base: int, rank: int) -> None:
 
 def _same_modes(first: dict[str, Any], other: dict[str, Any], base: int, rank: int) -> None:
     for name, value in first.items():
-        if other.get(name) != value:
-            raise ProgramsDisagree(f"{name}: {value} on rank {base}, {other.get(name)} on rank {rank}")
+        if name in other and other[name] != value:  # a rank whose batch cannot be split tells no modes
+            raise ProgramsDisagree(f"{name}: {value} on rank {base}, {other[name]} on rank {rank}")
 
 
 def _same_arguments(first: Any, other: Any, base: int, rank: int) -> None:
