@@ -51,6 +51,16 @@ class Timetable:
         return tuple(needs)
 
     @functools.cached_property
+    def last(self) -> tuple[bool, ...]:
+        """For each action, whether it is this rank's last of its microbatch."""
+        seen: set[int] = set()
+        last: list[bool] = []
+        for action in reversed(self.actions):
+            last.append(action.microbatch not in seen)
+            seen.add(action.microbatch)
+        return tuple(reversed(last))
+
+    @functools.cached_property
     def incoming(self) -> dict[int, tuple[Message, ...]]:
         order = channel_order(self.schedule, [p.shape for p in self.programs])
         return {src: messages for (src, dst), messages in order.items() if dst == self.rank}
@@ -103,13 +113,16 @@ class Executor:
                         forwards[action.microbatch].advance()
                     else:
                         self._backward(runs[action.microbatch], programs[action.microbatch], action, inbox)
+                if timetable.last[i] and forwards[action.microbatch].done:
+                    runs[action.microbatch].release()
             for run, forward in zip(runs, forwards, strict=True):
                 if not forward.done:  # nothing of this microbatch runs here
                     forward.advance()
                 run.end()
         finally:
-            for forward in forwards:
+            for run, forward in zip(runs, forwards, strict=True):
                 forward.drop()
+                run.release()
         return [forward.result for forward in forwards]
 
     def in_program_order(
@@ -152,6 +165,8 @@ class Executor:
         for action in timetable.actions:
             with self.spans.action(action):
                 self._backward(runs[action.microbatch], programs[action.microbatch], action, inbox)
+        for run in runs:
+            run.release()
         return results, programs
 
     def _backward(self, run: Run, program: MicrobatchProgram, action: Action, inbox: Inbox) -> None:

@@ -253,6 +253,11 @@ class Run(abc.ABC):
                     start = (grad.value if isinstance(grad, StageTensor) else grad) * self.share
             self.roots.setdefault(root.segment, []).append((get_gradient_edge(root.value), start))
 
+    def release(self) -> None:
+        """Let go of all tensors: the microbatch has nothing more to do on this rank."""
+        for held in (self.attributes, self._received, self._parameters, self.leaves, self.outputs, self.roots):
+            held.clear()
+
     # -- execution ------------------------------------------------------------------------------
 
     def _finish(self, event: Event, leaves: list[Any], spec: tree.Spec, fn: Callable[[Any, Any], Any]) -> Any:
@@ -649,6 +654,10 @@ class Explorer(Run):
         return pickle.loads(data.numpy().tobytes())
 
 
+def _nowhere(segment: int) -> None:
+    """Where no schedule is in charge, segments just begin."""
+
+
 class Replay(Run):
     """Follows a recorded program.
 
@@ -668,7 +677,7 @@ class Replay(Run):
         self._quiet = program.quiet
         self._cursor = 0
         self._segment: int | None = None
-        self.enter: Callable[[int], None] = lambda segment: None
+        self.enter: Callable[[int], None] = _nowhere
 
     def call_unit(self, unit: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         skipped = self._skip(unit)
@@ -745,6 +754,10 @@ class Replay(Run):
         if not isinstance(event, Backward) or event.roots != roots:
             self._left("model.backward", event)
         self._cursor += 1
+
+    def release(self) -> None:
+        super().release()
+        self.enter = _nowhere  # the coroutine it belonged to refers to this run
 
     def end(self) -> None:
         """Check that the run went through its whole program."""
