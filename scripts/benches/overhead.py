@@ -36,7 +36,7 @@ import smpar as smp
 from benches._common import Usage, finish, parser, slope
 
 BLOCKS, OBSERVATIONS = 10, 25
-SETTLE = 1000  # steps until free lists and caches have filled
+SETTLE = 2500  # steps until free lists, arenas and caches have filled; some 2 MB in all
 
 
 class Layer(nn.Module):

@@ -121,8 +121,9 @@ class Executor:
                 run.end()
         finally:
             for run, forward in zip(runs, forwards, strict=True):
-                forward.drop()
-                run.release()
+                if not run.released:
+                    forward.drop()
+                    run.release()
         return [forward.result for forward in forwards]
 
     def in_program_order(

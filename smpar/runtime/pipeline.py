@@ -80,6 +80,7 @@ class Look:
     """What a step is about to do, before any rank is asked.
 
     Attributes:
+        arguments: the step's.
         keys: the microbatches' input signatures; empty before the partition.
         programs: what is remembered of each; None where nothing is.
         known: whether all are remembered, or not to be known beforehand.
@@ -87,6 +88,7 @@ class Look:
         digest: a checksum of these.
     """
 
+    arguments: Any
     keys: tuple[Any, ...]
     programs: tuple[MicrobatchProgram | _Dynamic | None, ...]
     known: bool
@@ -116,6 +118,7 @@ class Pipeline:
         self.tracing = False
         self.after_partition: list[Callable[[], None]] = []
         self._programs: _Recent = _Recent()
+        self._signatures: _Recent = _Recent()  # of a step's arguments -> of its microbatches
         self._timetables: _Recent = _Recent()
         self._modules = list(model.modules())
         self._parameters = list(model.parameters())
@@ -146,9 +149,13 @@ class Pipeline:
 
     # -- a step ---------------------------------------------------------------------------------
 
-    def look(self, fn: Callable[..., Any], batch: Batch) -> Look:
-        """What the step is about to do, as far as it can be told before any rank is asked."""
-        keys = () if self.partitioned is None else self._keys(fn, batch)
+    def look(self, fn: Callable[..., Any], batch: Batch, arguments: Any) -> Look:
+        """What the step is about to do, as far as it can be told before any rank is asked.
+
+        Args:
+            arguments: those of the whole step, of which ``batch`` is the split.
+        """
+        keys = () if self.partitioned is None else self._keys(fn, batch, arguments)
         found: dict[int, Any] = {}
         for key in keys:
             if id(key) not in found:
@@ -160,7 +167,7 @@ class Pipeline:
         if digest is None:
             digest = zlib.crc32(repr(list(self._circumstances().values())).encode())
             self._digests.keep(state, digest)
-        return Look(keys, programs, known, self._circumstances, digest)
+        return Look(arguments, keys, programs, known, self._circumstances, digest)
 
     def _circumstances(self) -> dict[str, Any]:
         modules = list(self.model.named_modules())
@@ -193,7 +200,7 @@ class Pipeline:
             self._modules, self._parameters = list(self.model.modules()), list(self.model.parameters())
             self._partition(fn, batch)
         if not look.keys:
-            look = self.look(fn, batch)
+            look = self.look(fn, batch, look.arguments)
         programs = None if not self.config.static_mode else self._plan(fn, batch, look)
         if not known and self.config.static_mode:
             self._agree_programs(programs)
@@ -245,7 +252,7 @@ class Pipeline:
     def _agree_programs(self, programs: list[MicrobatchProgram] | None) -> None:
         agree_programs(self.world, programs, self.layout)
 
-    def _keys(self, fn: Callable[..., Any], batch: Batch) -> tuple[Any, ...]:
+    def _keys(self, fn: Callable[..., Any], batch: Batch, arguments: Any) -> tuple[Any, ...]:
         """The microbatches' input signatures."""
         modes = self._current_modes()
         if modes != self._modes:
@@ -256,16 +263,24 @@ class Pipeline:
             self._modes, self._mode, self._shared = modes, number, None
             self.outcomes.forget_keys()
         base = (fn, self._mode, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast_state())
-        keys: list[Any] = []
-        before: Any = None
-        for call in batch.calls:
-            leaves: list[torch.Tensor] = []
-            spec = tree.flatten(call, leaves)
-            signature = (spec, tuple(meta_of(t) for t in leaves))
-            # most microbatches are alike: they share one key, which is looked up once
-            keys.append(keys[-1] if keys and signature == before else (*base, *signature))
-            before = signature
-        return tuple(keys)
+        whole: list[torch.Tensor] = []
+        layout = tree.flatten(arguments, whole)
+        # what may split itself tells too little of its parts
+        told = not any(c.opaque and not isinstance(c.value, nn.Module) for c in tree.constants(layout))
+        step = (*base, layout, tuple(meta_of(t) for t in whole)) if told else None
+        found = self._signatures.fetch(step) if told else None
+        if found is None:
+            signatures: list[Any] = []
+            for call in batch.calls:
+                leaves: list[torch.Tensor] = []
+                spec = tree.flatten(call, leaves)
+                signature = (*base, spec, tuple(meta_of(t) for t in leaves))
+                # most microbatches are alike: they share one key, which is looked up once
+                signatures.append(next((s for s in signatures if s == signature), signature))
+            found = tuple(signatures)
+            if told:
+                self._signatures.keep(step, found)
+        return found  # type: ignore[no-any-return]
 
     def _explore(self, fn: Callable[..., Any], call: Any, key: Any) -> MicrobatchProgram | _Dynamic:
         try:

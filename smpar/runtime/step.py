@@ -124,7 +124,7 @@ def _run(now: Runtime, fn: Callable[..., Any], arguments: Mapping[str, Any], bat
     average = model is None or model.average_grads
     shares = batch.weights if average else (1.0,) * len(batch.weights)
     pipeline = now.model.pipeline if now.world.axis_size("pp") > 1 else None
-    look = pipeline.look(fn, batch) if pipeline is not None else None
+    look = pipeline.look(fn, batch, arguments) if pipeline is not None else None
     seed, known = _agree(now, fn, arguments, look)
     random = torch.get_rng_state()
     now.in_step = True

@@ -233,6 +233,10 @@ class Run(abc.ABC):
 
     def backward(self, tensors: Any, grads: Any = None) -> None:
         """Note where the microbatch's backward starts (it runs when the schedule says so)."""
+        with self.plain(), NoSubclass():
+            self._backward(tensors, grads)
+
+    def _backward(self, tensors: Any, grads: Any) -> None:
         roots = list(tensors) if isinstance(tensors, (list, tuple)) else [tensors]
         given = [grads] if grads is None or isinstance(grads, torch.Tensor) else list(grads)
         given += [None] * (len(roots) - len(given))
@@ -326,14 +330,17 @@ class Run(abc.ABC):
         self, event: Event, leaves: list[Any], spec: tree.Spec, fn: Callable[[Any, Any], Any]
     ) -> tuple[Outcome, list[Any]]:
         outcome = event.outcome
-        written = {i for i, _ in outcome.written}
-        reals: list[Any] = []
-        made: dict[int, Any] = {}
-        for i, leaf in enumerate(leaves):
-            if id(leaf) not in made:
-                made[id(leaf)] = self._local(leaf, event, i in written)
-            reals.append(made[id(leaf)])
-        args, kwargs = ((reals[0],), {}) if spec is _ONE else tree.unflatten(spec, reals)
+        if spec is _ONE and not outcome.written:
+            reals = [self._local(leaves[0], event, False)]
+            args, kwargs = (reals[0],), {}
+        else:
+            written = {i for i, _ in outcome.written}
+            made: dict[int, Any] = {}
+            for i, leaf in enumerate(leaves):
+                if id(leaf) not in made:
+                    made[id(leaf)] = self._local(leaf, event, i in written)
+            reals = [made[id(leaf)] for leaf in leaves]
+            args, kwargs = tree.unflatten(spec, reals)
         if outcome.random:
             seed_generators(self.seed)
             with SeedMode():
@@ -352,7 +359,9 @@ class Run(abc.ABC):
             modules = list(event.target.modules())
             values += [modules[i].__dict__[name] for i, name in outcome.attributes]
         self._check(event, outcome, values, reals)
-        return outcome, values + [reals[i] for i, _ in outcome.written]
+        if outcome.written:
+            values += [reals[i] for i, _ in outcome.written]
+        return outcome, values
 
     def _check(self, event: Event, outcome: Outcome, values: list[Any], reals: list[Any]) -> None:
         if len(values) != len(outcome.places):
@@ -678,6 +687,7 @@ class Replay(Run):
         self._cursor = 0
         self._segment: int | None = None
         self.enter: Callable[[int], None] = _nowhere
+        self.released = False
 
     def call_unit(self, unit: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         skipped = self._skip(unit)
@@ -757,6 +767,7 @@ class Replay(Run):
 
     def release(self) -> None:
         super().release()
+        self.released = True
         self.enter = _nowhere  # the coroutine it belonged to refers to this run
 
     def end(self) -> None:
