@@ -52,6 +52,7 @@ class Feature:
         step: (model, *batch) -> what a step returns; calls ``model.backward``.
         batch: (step, generator) -> the step's arguments.
         refused: class of the error that it must end in, on every rank.
+        apart: another test than the one over all features trains it.
     """
 
     model: Callable[[], nn.Module]
@@ -68,6 +69,7 @@ class Feature:
     tolerance: float = 1e-10
     average: bool = True
     refused: str = ""
+    apart: bool = False
     dtype: torch.dtype = torch.float64
 
 
