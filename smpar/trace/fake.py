@@ -211,7 +211,8 @@ class _Watch(TorchDispatchMode):
         shape = list(source.shape)
         if along is None:
             rows = self._rows(source)
-            return source.new_empty(rows), source.new_empty(shape, dtype=torch.int64), source.new_empty(rows, dtype=torch.int64)
+            inverse, counts = (source.new_empty(size, dtype=torch.int64) for size in (shape, [rows]))
+            return source.new_empty(rows), inverse, counts
         rows = shape[along] = max(shape[along] - self._fewer, 0)
         inverse = source.new_empty(source.shape[along], dtype=torch.int64)
         return source.new_empty(shape), inverse, source.new_empty(rows, dtype=torch.int64)
@@ -363,7 +364,13 @@ class FakeRunner:
         return outcome
 
     def _evaluate(
-        self, fn: Callable[..., Any], args: Any, kwargs: Any, module: torch.nn.Module | None, guess: bool, fewer: int = 0
+        self,
+        fn: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        module: torch.nn.Module | None,
+        guess: bool,
+        fewer: int = 0,
     ) -> Outcome:
         given: list[torch.Tensor] = []
         spec = tree.flatten((args, kwargs), given)
