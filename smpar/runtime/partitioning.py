@@ -135,7 +135,7 @@ def make_layout(fn: Callable[..., Any], call: Call, model: nn.Module, outcomes: 
         return _by_hand(fn, call, model, outcomes, goal, pins)
     if goal.skip_tracing:
         return _by_parameters(model, goal, pins)
-    with torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
         return _search(fn, call, model, outcomes, goal, pins)
 
 
@@ -362,7 +362,7 @@ def _by_hand(
 
     inherit(model, goal.default)
     opened = {m for m in model.modules() if len({stage[x] for x in m.modules()}) > 1}
-    with torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
         try:
             glue_hooks: set[nn.Module] = set()
             while True:

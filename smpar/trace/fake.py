@@ -337,6 +337,9 @@ class FakeRunner:
         Raises:
             whatever ``fn`` raises on tensors of these shapes.
         """
+        if torch.is_inference_mode_enabled():  # its tensors do not count their writes
+            with torch.inference_mode(False), torch.no_grad():
+                return self.evaluate(fn, args, kwargs, module)
         with _quiet():
             return self._evaluate_or_guess(fn, args, kwargs, module)
 

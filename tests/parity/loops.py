@@ -190,6 +190,24 @@ def modes(degree: int, seed: int) -> Log:
     return [*log, t.state()]
 
 
+def inference_first(degree: int, seed: int) -> Log:
+    """The first steps run under inference_mode, and partition the model; writing in place, too."""
+    t, log = block(degree), []
+
+    def judge_in_place(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        h = model(x)
+        h[:, 0] += 1
+        return F.mse_loss(h.mul_(2), y)
+
+    for x, y in data(seed):
+        with torch.inference_mode():
+            log += [t.step(judge, x, y), t.step(judge_in_place, x, y)]
+        t.optimizer.zero_grad()
+        log.append(t.step(learn, x, y))
+        t.optimizer.step()
+    return [*log, t.state()]
+
+
 def thawing(degree: int, seed: int) -> Log:
     """Parameters are frozen and thawed between steps, and get a group of their own."""
     t, log = block(degree, lambda m: torch.optim.SGD([m.module.d.weight, m.module.d.bias], lr=0.1)), []
@@ -296,4 +314,7 @@ def lbfgs(degree: int, seed: int) -> Log:
     return [t.optimizer.step(closure) for _ in range(2)]
 
 
-LOOPS = [accumulation, clipping, schedulers, modes, thawing, late_group, reloading, edited_weights, attributes, copies]
+LOOPS = [
+    accumulation, clipping, schedulers, modes, inference_first, thawing, late_group, reloading, edited_weights,
+    attributes, copies,
+]  # fmt: skip
