@@ -381,7 +381,8 @@ def _by_hand(
     if goal.measure is not None:
         seen = dataclasses.replace(seen, graph=goal.measure(seen))
     stage_of = tuple(stage[m] for m in seen.modules)
-    units_ = {u: stage[u] for u in {*seen.layout.units, *seen.modules} - never_called(seen)}
+    bypassed = never_called(seen)
+    units_ = {u: stage[u] for u in (*seen.layout.units, *seen.modules) if u not in bypassed}
     anchors = {id(p): stage[m] for m in seen.layout.split if m in pins for p in m.parameters(recurse=False)}
     anchors = {key: stage_of[index] for key, index in seen.anchors.items()} | anchors
     empty = set(range(goal.stages)) - set(units_.values())
