@@ -67,11 +67,16 @@ def step_chain() -> None:
 
 
 class SeedMode(TorchFunctionMode):
-    """Reseeds before each drawing call. Also entered around backward, for recomputations in there."""
+    """Reseeds before each drawing call. Also entered around backward, for recomputations in there.
 
-    def __init__(self) -> None:
+    Args:
+        share: asked when the user calls ``loss.backward()``: the factor for its gradient.
+    """
+
+    def __init__(self, share: Callable[[], float] | None = None) -> None:
         super().__init__()
         self.calls = 0
+        self._share = share
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -100,6 +105,9 @@ class SeedMode(TorchFunctionMode):
         if plain or not all(isinstance(root, torch.Tensor) and root.requires_grad for root in roots):
             func(tensors, grads, *args, **kwargs)
             return
+        if func is torch.Tensor.backward and self._share is not None:
+            factor = self._share()
+            starts = [start * factor for start in starts]
         edges = [get_gradient_edge(root) for root in roots]
         with self:
             torch.autograd.backward(edges, starts, *args, **kwargs)
