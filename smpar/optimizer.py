@@ -41,6 +41,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if static_loss_scale != 1.0 or dynamic_loss_scale:
             raise ModelError("a loss scale, but this version does not train in half precision")
         now = runtime()
+        if isinstance(optimizer, torch.optim.LBFGS) and now.world.axis_size("pp") > 1:
+            raise ModelError("LBFGS in a pipeline: it takes dot products over all parameters, and no stage holds all")
         self.optimizer = optimizer
         # a parameter's number in whole state dicts: its place over all groups, as torch counts
         self._order = [[p for p in group["params"]] for group in optimizer.param_groups]

@@ -48,7 +48,7 @@ def module_graph(model: nn.Module, *args: Any, **kwargs: Any) -> ModuleGraph:
     if outcomes is None:
         outcomes = _remembered[model] = Outcomes(FakeRunner(_device(model)))
     try:
-        with torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad():
             return _open_until_even(model, (args, kwargs), outcomes).graph
     finally:
         outcomes.leaky.clear()

@@ -135,7 +135,7 @@ def make_layout(fn: Callable[..., Any], call: Call, model: nn.Module, outcomes: 
         return _by_hand(fn, call, model, outcomes, goal, pins)
     if goal.skip_tracing:
         return _by_parameters(model, goal, pins)
-    with torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
         return _search(fn, call, model, outcomes, goal, pins)
 
 
@@ -362,7 +362,7 @@ def _by_hand(
 
     inherit(model, goal.default)
     opened = {m for m in model.modules() if len({stage[x] for x in m.modules()}) > 1}
-    with torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
         try:
             glue_hooks: set[nn.Module] = set()
             while True:
@@ -381,7 +381,8 @@ def _by_hand(
     if goal.measure is not None:
         seen = dataclasses.replace(seen, graph=goal.measure(seen))
     stage_of = tuple(stage[m] for m in seen.modules)
-    units_ = {u: stage[u] for u in {*seen.layout.units, *seen.modules} - never_called(seen)}
+    bypassed = never_called(seen)
+    units_ = {u: stage[u] for u in (*seen.layout.units, *seen.modules) if u not in bypassed}
     anchors = {id(p): stage[m] for m in seen.layout.split if m in pins for p in m.parameters(recurse=False)}
     anchors = {key: stage_of[index] for key, index in seen.anchors.items()} | anchors
     empty = set(range(goal.stages)) - set(units_.values())

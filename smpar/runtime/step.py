@@ -149,12 +149,17 @@ def _without_pipeline(
     replicas = now.world.axis_size("dp")
     shared = [p for p in model.parameters() if p.requires_grad] if model is not None and replicas > 1 else []
     now.backward_ran = False
+
+    def loss_backward() -> float:
+        now.backward_ran = True
+        return now.microbatch if now.microbatch is not None else 1.0
+
     with own_gradients(shared):
         for i, (args, kwargs) in enumerate(batch.calls):
             seed_generators(mix(seed, now.world.axis_rank("dp"), i))
             now.microbatch = shares[i]
             try:
-                with SeedMode(), now.spans.microbatch(i):
+                with SeedMode(loss_backward), now.spans.microbatch(i):
                     results.append(fn(*args, **kwargs))
             finally:
                 now.microbatch = None

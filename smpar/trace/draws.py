@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 STRIDE = 0x9E3779B97F4A7C15
@@ -66,11 +67,16 @@ def step_chain() -> None:
 
 
 class SeedMode(TorchFunctionMode):
-    """Reseeds before each drawing call. Also entered around backward, for recomputations in there."""
+    """Reseeds before each drawing call. Also entered around backward, for recomputations in there.
 
-    def __init__(self) -> None:
+    Args:
+        share: asked when the user calls ``loss.backward()``: the factor for its gradient.
+    """
+
+    def __init__(self, share: Callable[[], float] | None = None) -> None:
         super().__init__()
         self.calls = 0
+        self._share = share
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -78,7 +84,33 @@ class SeedMode(TorchFunctionMode):
         if func in DRAWS:
             self.calls += 1
             step_chain()
+        elif func is torch.autograd.backward or func is torch.Tensor.backward:
+            return self._backward(func, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+    def _backward(self, func: Callable[..., Any], tensors: Any, grads: Any = None, *args: Any, **kwargs: Any) -> None:
+        """Backward with this mode on, for what activation checkpointing runs in it again.
+
+        A mode is off inside a function that went through it, and backward of tensors does. Backward of edges does not.
+        """
+        for name in ("gradient", "grad_tensors"):
+            grads = kwargs.pop(name, grads)
+        roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        starts = [grads] if isinstance(grads, torch.Tensor) else list(grads or [None] * len(roots))
+        starts = [
+            torch.ones_like(root) if start is None and isinstance(root, torch.Tensor) and root.numel() == 1 else start
+            for root, start in zip(roots, starts, strict=False)
+        ]
+        plain = kwargs.get("inputs") is not None or len(starts) != len(roots) or any(start is None for start in starts)
+        if plain or not all(isinstance(root, torch.Tensor) and root.requires_grad for root in roots):
+            func(tensors, grads, *args, **kwargs)
+            return
+        if func is torch.Tensor.backward and self._share is not None:
+            factor = self._share()
+            starts = [start * factor for start in starts]
+        edges = [get_gradient_edge(root) for root in roots]
+        with self:
+            torch.autograd.backward(edges, starts, *args, **kwargs)
 
 
 class CountMode(TorchFunctionMode):

@@ -211,7 +211,8 @@ class _Watch(TorchDispatchMode):
         shape = list(source.shape)
         if along is None:
             rows = self._rows(source)
-            return source.new_empty(rows), source.new_empty(shape, dtype=torch.int64), source.new_empty(rows, dtype=torch.int64)
+            inverse, counts = (source.new_empty(size, dtype=torch.int64) for size in (shape, [rows]))
+            return source.new_empty(rows), inverse, counts
         rows = shape[along] = max(shape[along] - self._fewer, 0)
         inverse = source.new_empty(source.shape[along], dtype=torch.int64)
         return source.new_empty(shape), inverse, source.new_empty(rows, dtype=torch.int64)
@@ -336,6 +337,9 @@ class FakeRunner:
         Raises:
             whatever ``fn`` raises on tensors of these shapes.
         """
+        if torch.is_inference_mode_enabled():  # its tensors do not count their writes
+            with torch.inference_mode(False), torch.no_grad():
+                return self.evaluate(fn, args, kwargs, module)
         with _quiet():
             return self._evaluate_or_guess(fn, args, kwargs, module)
 
@@ -363,7 +367,13 @@ class FakeRunner:
         return outcome
 
     def _evaluate(
-        self, fn: Callable[..., Any], args: Any, kwargs: Any, module: torch.nn.Module | None, guess: bool, fewer: int = 0
+        self,
+        fn: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        module: torch.nn.Module | None,
+        guess: bool,
+        fewer: int = 0,
     ) -> Outcome:
         given: list[torch.Tensor] = []
         spec = tree.flatten((args, kwargs), given)

@@ -172,4 +172,4 @@ def _signature(leaves: list[torch.Tensor]) -> Any:
     seen: dict[int, int] = {}
     with NoSubclass():
         metas = tuple((meta_of(t), seen.setdefault(id(t), i)) for i, t in enumerate(leaves))
-    return metas, torch.is_grad_enabled(), autocast_state()
+    return metas, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast_state()

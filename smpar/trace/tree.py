@@ -208,7 +208,8 @@ def constants(spec: Spec) -> list[Const]:
 
 def plain_constants(spec: Spec) -> list[Any]:
     """The values of a spec's constants, left to right; ``LEAF`` for those that are no numbers, strings or the like."""
-    return [c.value if isinstance(c.value, (int, float, complex, str, bytes, type(None))) else LEAF for c in constants(spec)]
+    plain = (int, float, complex, str, bytes, type(None))
+    return [c.value if isinstance(c.value, plain) else LEAF for c in constants(spec)]
 
 
 def with_constants(spec: Spec, values: Iterator[Any]) -> Spec:

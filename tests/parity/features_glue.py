@@ -58,8 +58,11 @@ class _ClassTokenAuto(ClassToken):
     pass
 
 
-@feature("emb a b", degrees=(2, 3), batch=lambda s, g: (torch.randint(0, 11, (7, 5), generator=g),
-                                                       torch.randn(7, 5, 11, dtype=torch.float64, generator=g)))  # fmt: skip
+def tokens(step: int, g: torch.Generator) -> tuple[Any, ...]:
+    return torch.randint(0, 11, (7, 5), generator=g), torch.randn(7, 5, 11, dtype=torch.float64, generator=g)
+
+
+@feature("emb a b", degrees=(2, 3), batch=tokens)
 class WeightReadOutside(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -166,9 +169,9 @@ class ViewsWritten(Layers):
         first.mul_(2)
         k = self.b(h + 0)
         rest.add_(1)
-        l = self.c(h * 1)
+        late = self.c(h * 1)
         h.add_(0.5)
-        return self.d(l + k) + F.pad(first, (0, 5)) + F.pad(rest, (3, 0))
+        return self.d(late + k) + F.pad(first, (0, 5)) + F.pad(rest, (3, 0))
 
 
 @feature("a b c d", degrees=(2, 4))
@@ -569,7 +572,7 @@ class Hooked(Layers):
         super().__init__()
         self.a.register_forward_hook(lambda m, args, out: out * 2)
         self.b.register_forward_pre_hook(lambda m, args: (args[0] + 1,))
-        self.c.register_forward_pre_hook(lambda m, args, kwargs: (args, {"input": kwargs["input"] * 3}), with_kwargs=True)
+        self.c.register_forward_pre_hook(lambda m, args, kw: (args, {"input": kw["input"] * 3}), with_kwargs=True)
         self.d.register_forward_hook(lambda m, args, kwargs, out: out + args[0], with_kwargs=True)
         self.b.register_full_backward_hook(lambda m, gi, go: tuple(g * 2 if g is not None else None for g in gi))
         self.c.register_full_backward_pre_hook(lambda m, go: tuple(g * 0.5 for g in go))

@@ -251,7 +251,7 @@ def scaled_backward(model: Any, x: Tensor, y: Tensor) -> Tensor:
     return loss
 
 
-feature("a b c d", degrees=(2, 4), step=scaled_backward, name="LossBackward")(Block)
+feature("a b c d", degrees=(1, 2, 4), step=scaled_backward, name="LossBackward")(Block)
 
 
 def twice_through_one_graph(model: Any, x: Tensor, y: Tensor) -> Tensor:

@@ -23,7 +23,8 @@ def several_losses(model: Any, x: Tensor, y: Tensor) -> dict[str, Any]:
     first, second = F.mse_loss(h, y), F.l1_loss(k, y)
     model.backward(first)
     model.backward(second * 0.5)
-    return {"first": first, "second": second, "none": None, "n": 3, "pair": [(k, "text"), h.shape[1]], "both": first + second}
+    pair = [(k, "text"), h.shape[1]]
+    return {"first": first, "second": second, "none": None, "n": 3, "pair": pair, "both": first + second}
 
 
 feature("a b c d", degrees=(2, 4), step=several_losses, name="SeveralLosses")(Block)
@@ -133,7 +134,8 @@ feature("a b c d", degrees=(2, 4), step=with_parameters, name="DecayInTheLoss")(
 
 
 def loss_module(model: Any, x: Tensor, y: Tensor) -> Tensor:
-    loss = nn.CrossEntropyLoss(label_smoothing=0.1, weight=torch.linspace(1, 2, W, dtype=x.dtype))(model(x), y.argmax(1))
+    weight = torch.linspace(1, 2, W, dtype=x.dtype)
+    loss = nn.CrossEntropyLoss(label_smoothing=0.1, weight=weight)(model(x), y.argmax(1))
     extra = nn.KLDivLoss(reduction="batchmean")(F.log_softmax(model(y), 1), F.softmax(x, 1))
     model.backward(loss + extra)
     return loss + extra

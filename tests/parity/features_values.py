@@ -412,8 +412,8 @@ class TiedThrice(nn.Module):
 class Diamond(Layers):
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x)
-        l, r = self.b(h), self.c(h)
-        return self.d(l * r + h) + h + l
+        left, right = self.b(h), self.c(h)
+        return self.d(left * right + h) + h + left
 
 
 class Parameterless(nn.Module):

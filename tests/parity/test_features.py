@@ -14,8 +14,9 @@ from tests.parity.features import FEATURES, alone, compare, piped
 for _name in ("values", "glue", "steps", "more"):
     importlib.import_module(f"tests.parity.features_{_name}")
 
-RUNS = [pytest.param(n, d, id=f"{n}-{d}") for n, f in FEATURES.items() for d in f.degrees if not f.refused]
-REFUSALS = [name for name, f in FEATURES.items() if f.refused]
+TOGETHER = {name: f for name, f in FEATURES.items() if not f.apart}
+RUNS = [pytest.param(n, d, id=f"{n}-{d}") for n, f in TOGETHER.items() for d in f.degrees if not f.refused]
+REFUSALS = [name for name, f in TOGETHER.items() if f.refused]
 
 
 def check(pool: Pool, name: str, degree: int, seed: int, config: dict[str, Any]) -> None:
