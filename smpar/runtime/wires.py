@@ -28,6 +28,9 @@ class Channels(Protocol):
     def finish(self) -> None: ...
 
 
+_SENT_AS_IS = frozenset({torch.float32, torch.float64, torch.int64})
+
+
 def buffer_for(meta: Meta) -> tuple[torch.Tensor, torch.Tensor]:
     """A tensor to receive into, and its memory as flat bytes."""
     tensor = torch.empty_strided(meta.shape, _dense_stride(meta), dtype=meta.dtype, device=meta.device)
@@ -64,6 +67,11 @@ def _dense_stride(meta: Meta) -> tuple[int, ...]:
     return meta.stride
 
 
+@functools.lru_cache(maxsize=4096)
+def _is_contiguous(meta: Meta) -> bool:
+    return _dense_stride(meta) == torch.empty(meta.shape, device="meta").stride()
+
+
 class Inbox:
     """Messages in the order in which the schedule says they come, received ahead into buffers.
 
@@ -91,7 +99,7 @@ class Inbox:
             due = queue.popleft()
             program = self._programs[due.microbatch]
             meta = program.metas[program.shape.flows[due.flow].tensor]
-            tensor, flat = buffer_for(meta)
+            tensor, flat = _buffer(meta)
             self._posted[due] = tensor, self._channels.post_recv(src, flat, due) if flat.numel() else None
             if due == message:
                 return
@@ -107,17 +115,27 @@ class Inbox:
 
 def send(channels: Channels, stage: int, tensor: torch.Tensor, meta: Meta) -> None:
     """Send a tensor to a stage without waiting for it."""
-    flat = pack(tensor, meta)
+    tensor = tensor.detach()
+    plain = meta.dtype in _SENT_AS_IS and tensor.is_contiguous() and _is_contiguous(meta)
+    flat = tensor if plain else pack(tensor, meta)
     if flat.numel():
         channels.send(stage, flat)
 
 
 def receive(channels: Channels, stage: int, meta: Meta) -> torch.Tensor:
     """Wait for a tensor from a stage."""
-    tensor, flat = buffer_for(meta)
+    tensor, flat = _buffer(meta)
     if flat.numel():
         channels.post_recv(stage, flat).wait()
     return tensor
+
+
+def _buffer(meta: Meta) -> tuple[torch.Tensor, torch.Tensor]:
+    """A tensor to receive into, and what the channel fills: the tensor itself where that is simple."""
+    if meta.dtype in _SENT_AS_IS and _is_contiguous(meta):
+        tensor = torch.empty(meta.shape, dtype=meta.dtype, device=meta.device)
+        return tensor, tensor
+    return buffer_for(meta)
 
 
 class ReplayWire:

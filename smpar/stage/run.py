@@ -16,7 +16,7 @@ import functools
 import itertools
 import pickle
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -181,7 +181,7 @@ class Run(abc.ABC):
             return handler(self, func, args, kwargs)
         before = activate(None)
         try:
-            leaves, spec = _flatten(args, kwargs)
+            leaves, spec = self._apart(args, kwargs)
             leaves = self._operands(func, leaves)
             event = self._operation_event(func, args, kwargs, leaves, spec)
             return self._finish(event, leaves, spec, lambda a, k: func(*a, **k))
@@ -196,7 +196,7 @@ class Run(abc.ABC):
 
     def _call(self, unit: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         with self.plain():
-            leaves, spec = _flatten(args, kwargs)
+            leaves, spec = self._apart(args, kwargs)
             leaves = self._operands(unit, leaves)
             event = self._unit_event(unit, args, kwargs, leaves, spec)
             if event.outcome.mutates:
@@ -209,6 +209,16 @@ class Run(abc.ABC):
                 checkpoint = functools.partial(special.plain_checkpoint, call, use_reentrant=False, **options)
                 return self._finish(event, leaves, spec, lambda a, k: checkpoint(*a, **k))
             return self._finish(event, leaves, spec, lambda a, k: call(*a, **k))
+
+    def _apart(self, args: Any, kwargs: Any) -> tuple[list[Any], tree.Spec]:
+        """The tensors among a call's arguments, and what is needed to put them back."""
+        if len(args) == 1 and not kwargs and type(args[0]) is StageTensor:
+            return [args[0]], _ONE
+        leaves: list[Any] = []
+        return leaves, tree.flatten((args, kwargs), leaves)
+
+    def _together(self, spec: tree.Spec, leaves: list[Any]) -> Any:
+        return tree.unflatten(spec, leaves)
 
     def _operands(self, target: Any, leaves: list[Any]) -> list[Any]:
         """Tensor arguments as glue sees them: parameters of the model as stage tensors."""
@@ -340,7 +350,7 @@ class Run(abc.ABC):
                 if id(leaf) not in made:
                     made[id(leaf)] = self._local(leaf, event, i in written)
             reals = [made[id(leaf)] for leaf in leaves]
-            args, kwargs = tree.unflatten(spec, reals)
+            args, kwargs = self._together(spec, reals)
         if outcome.random:
             seed_generators(self.seed)
             with SeedMode():
@@ -443,13 +453,6 @@ class _Plain:
 
 
 _ONE = tree.flatten(((torch.empty(0),), {}), [])  # the commonest arguments: one tensor
-
-
-def _flatten(args: Any, kwargs: Any) -> tuple[list[Any], tree.Spec]:
-    if len(args) == 1 and not kwargs and type(args[0]) is StageTensor:
-        return [args[0]], _ONE
-    leaves: list[Any] = []
-    return leaves, tree.flatten((args, kwargs), leaves)
 
 
 def _first_difference(traced: tree.Spec, real: tree.Spec) -> tuple[str, str]:
@@ -667,6 +670,16 @@ def _nowhere(segment: int) -> None:
     """Where no schedule is in charge, segments just begin."""
 
 
+_BARE = frozenset({StageTensor, torch.Tensor, Parameter, int, float, str, bool, type(None), torch.dtype, torch.device})
+
+
+class _Bare(NamedTuple):
+    """Arguments without containers."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
 class Replay(Run):
     """Follows a recorded program.
 
@@ -699,6 +712,20 @@ class Replay(Run):
             if skipped is not None:
                 return skipped
         return super().operation(func, args, kwargs)
+
+    def _apart(self, args: Any, kwargs: Any) -> tuple[list[Any], tree.Spec]:
+        # a program needs no hashable spec: where no argument is a container, the arguments are their own
+        if all(type(a) in _BARE for a in args) and all(type(v) in _BARE for v in kwargs.values()):
+            leaves = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
+            return leaves, (_ONE if len(args) == 1 and not kwargs and leaves else _Bare(args, kwargs))
+        return super()._apart(args, kwargs)
+
+    def _together(self, spec: tree.Spec, leaves: list[Any]) -> Any:
+        if type(spec) is not _Bare:
+            return super()._together(spec, leaves)
+        rest = iter(leaves)
+        args = tuple(next(rest) if isinstance(a, torch.Tensor) else a for a in spec.args)
+        return args, {k: next(rest) if isinstance(v, torch.Tensor) else v for k, v in spec.kwargs.items()}
 
     def _skip(self, target: Any) -> StageTensor | None:
         """The result of an event that is due, runs elsewhere, and asks nothing of this rank."""
