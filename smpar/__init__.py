@@ -38,6 +38,7 @@ from smpar.observe.metrics import metrics
 from smpar.observe.report import report, timetable
 from smpar.optimizer import DistributedOptimizer, clip_grad_norm_
 from smpar.ranks import *  # noqa: F403
+from smpar.ranks import __all__ as _rank_functions
 from smpar.runtime.core import init, is_initialized, is_tracing, shutdown
 from smpar.runtime.module_graph import module_graph
 from smpar.runtime.partitioning import partition
@@ -50,3 +51,19 @@ PP_GROUP, TP_GROUP, MP_GROUP = CommGroup.PP_GROUP, CommGroup.TP_GROUP, CommGroup
 DP_GROUP, RDP_GROUP = CommGroup.DP_GROUP, CommGroup.RDP_GROUP
 WORLD_RANK, PP_RANK, TP_RANK = RankType.WORLD_RANK, RankType.PP_RANK, RankType.TP_RANK
 MP_RANK, DP_RANK, RDP_RANK = RankType.MP_RANK, RankType.DP_RANK, RankType.RDP_RANK
+
+__all__ = [
+    # start and end
+    "init", "shutdown", "is_initialized", "is_tracing",
+    # training
+    "step", "StepOutput", "DistributedModel", "DistributedOptimizer", "clip_grad_norm_", "amp",
+    "partition", "set_partition",
+    # seeing
+    "report", "timetable", "metrics", "module_graph", "ModuleGraph", "SmparError",
+    # ranks, groups, messages
+    *_rank_functions,
+    "CommGroup", "WORLD", "PP_GROUP", "TP_GROUP", "MP_GROUP", "DP_GROUP", "RDP_GROUP",
+    "RankType", "WORLD_RANK", "PP_RANK", "TP_RANK", "MP_RANK", "DP_RANK", "RDP_RANK",
+    "barrier", "pp_barrier", "tp_barrier", "mp_barrier", "dp_barrier", "rdp_barrier",
+    "send", "recv_from", "broadcast", "allgather",
+]  # fmt: skip

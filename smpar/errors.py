@@ -23,7 +23,7 @@ class SmparError(RuntimeError):
 
 
 class ProgramError(SmparError):
-    """A pipeline program contradicts itself: a flow names a segment that is not there, or runs against program order."""
+    """A pipeline program contradicts itself: a flow names no segment, or runs against program order."""
 
 
 class ScheduleError(SmparError):
@@ -194,7 +194,9 @@ class BatchError(StepError):
     """The batch cannot be split into microbatches."""
 
     RULE = "each tensor among the step's arguments is split into `microbatches` parts along its batch axis"
-    FIX = 'smpar.step(non_split_inputs=["name"], input_split_axes={"name": axis}), fewer microbatches, or a larger batch'
+    FIX = (
+        'smpar.step(non_split_inputs=["name"], input_split_axes={"name": axis}), fewer microbatches, or a larger batch'
+    )
 
 
 class RanksDisagree(StepError):

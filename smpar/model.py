@@ -171,8 +171,13 @@ class DistributedModel(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients are reduced in every step; see ``smpar.step``."""
-        raise ModelError("no_sync is not available in this version: gradients are reduced once in every step")
+        """Without replicas there is nothing to leave out; with them, this version reduces in every step.
+
+        Raises:
+            ModelError: there are data-parallel replicas.
+        """
+        if runtime().world.axis_size("dp") > 1:
+            raise ModelError("no_sync, but this version reduces gradients once in every step")
         yield
 
     def register_post_partition_hook(self, hook: Callable[..., None]) -> None:
@@ -201,7 +206,7 @@ class DistributedModel(nn.Module):
 
     # -- state ----------------------------------------------------------------------------------
 
-    def state_dict(self, *args: Any, gather_to_rank0: bool = False, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, gather_to_rank0: bool = False, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The whole model's state under the unwrapped module's names, on every rank.
 
         All ranks of a pipeline call it together; each stage's part is broadcast from there.

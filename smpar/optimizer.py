@@ -67,7 +67,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
         return self.optimizer.defaults
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update this rank's parameters; then call the post-step hooks."""
         result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
         now = runtime()
@@ -152,7 +152,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         whole = {number: state for part in parts for number, state in part.items()}
         return {"state": dict(sorted(whole.items())), "param_groups": local["param_groups"]}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], **ignored: Any) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: Mapping[str, Any], **ignored: Any) -> None:
         """Load a whole or partial state dict, before or after the partition.
 
         Raises:
@@ -205,7 +205,10 @@ def clip_grad_norm_(
         home = pipeline.layout.parameter_home
         counted = [p for p in with_grad if home.get(id(p), pipeline.stage) == pipeline.stage]
     device = now.world.device
-    norms = [torch.linalg.vector_norm(_values(p.grad), norm_type, dtype=_wide(p.grad)).to(device, torch.float64) for p in counted]
+    norms = [
+        torch.linalg.vector_norm(_values(p.grad), norm_type, dtype=_wide(p.grad)).to(device, torch.float64)
+        for p in counted
+    ]
     mine = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64, device=device)
     with torch.no_grad():
         if norm_type == float("inf"):

@@ -1,7 +1,7 @@
 """Says so when this rank waits long for others that are alive: nothing failed, yet nothing goes on.
 
     rank 0: in a step, waits ── asks, by the store ──▶ ranks 1, 2: answer where their main thread is
-            "rank 0 waits at run.py:12 in main, for other ranks, 32 s already. Meanwhile rank 1 is outside of smpar, ..."
+            "rank 0 waits at run.py:12 in main, for other ranks, 32 s already. Rank 1 is outside of smpar, ..."
 
 Such as when one rank skips a step, or computes for minutes. It may be meant, so it is a warning and no error.
 """

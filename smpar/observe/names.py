@@ -1,7 +1,7 @@
 """Many module names in few words.
 
-    blocks.0 blocks.1 blocks.2 norm            blocks.0-2, norm
-    h.0.attn h.0.mlp h.1.attn                  h.0, h.1.attn        (if h.0 has no other parts)
+blocks.0 blocks.1 blocks.2 norm            blocks.0-2, norm
+h.0.attn h.0.mlp h.1.attn                  h.0, h.1.attn        (if h.0 has no other parts)
 """
 
 from __future__ import annotations

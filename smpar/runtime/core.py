@@ -120,7 +120,8 @@ def init(config: Mapping[str, Any] | None = None) -> None:
         before, now = _runtime.config.to_dict(), checked.to_dict()
         raise ConfigError(
             "a process keeps the configuration of its first smpar.init",
-            "a second one with " + ", ".join(f"{k} = {v!r} (before: {before[k]!r})" for k, v in now.items() if v != before[k]),
+            "a second one with "
+            + ", ".join(f"{k} = {v!r} (before: {before[k]!r})" for k, v in now.items() if v != before[k]),
             "give both the same configuration, or call smpar.shutdown() between them",
         )
     world = World.open(checked)

@@ -15,9 +15,11 @@ from smpar.observe.spans import Spans
 from smpar.runtime.coroutine import Forward
 from smpar.runtime.wires import Channels, Inbox, LiveWire, ReplayWire, send
 from smpar.schedule import Action, Kind, Message, Schedule, channel_order, lower, message_of
+from smpar.stage.explorer import Explorer
 from smpar.stage.layout import Layout
 from smpar.stage.record import MicrobatchProgram
-from smpar.stage.run import Explorer, Replay, Run
+from smpar.stage.replay import Replay
+from smpar.stage.run import Run
 from smpar.stage.split import Batch
 from smpar.trace.draws import SeedMode
 from smpar.trace.outcomes import Outcomes

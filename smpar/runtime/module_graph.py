@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from smpar.runtime.partitioning import Explored, expose, may_open, never_called, survey
+from smpar.stage.explorer import ValueNeeded
 from smpar.stage.layout import maximal_units
-from smpar.stage.run import ValueNeeded
 from smpar.stage.units import blamed
 from smpar.trace.fake import FakeRunner
 from smpar.trace.graph import ModuleGraph, parameter_bytes

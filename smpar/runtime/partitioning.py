@@ -17,8 +17,8 @@ from smpar.errors import PartitionError
 from smpar.plan.chain import Edge, Partition, Tie, TooFewUnits, UnitCost
 from smpar.plan.partition import partition as best_cuts
 from smpar.runtime.planning import explore, graph_of
+from smpar.stage.explorer import ValueNeeded
 from smpar.stage.layout import Layout, maximal_units
-from smpar.stage.run import ValueNeeded
 from smpar.stage.split import Call
 from smpar.stage.units import blamed, can_be_marked
 from smpar.trace.graph import ModuleGraph, Unit, parameter_bytes, shared_parameters
@@ -51,7 +51,7 @@ def partition(stage: int) -> Iterator[None]:
 
     _contexts.append(stage)
     if len(_contexts) == 1:
-        nn.Module.__init__ = init  # type: ignore[method-assign]
+        nn.Module.__init__ = init  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
@@ -263,7 +263,9 @@ def _holds_pin(module: nn.Module, pins: dict[nn.Module, int]) -> bool:
 def _to_open(seen: Explored, goal: Goal, whole: set[nn.Module], enough: bool) -> set[nn.Module]:
     """The units that stand in the way of balance and have parts."""
     costs = _weights(seen.graph, goal)
-    parts = {m: c for m, c in zip(seen.modules, costs, strict=True) if m not in whole and any(True for _ in m.children())}
+    parts = {
+        m: c for m, c in zip(seen.modules, costs, strict=True) if m not in whole and any(True for _ in m.children())
+    }
     if not parts:
         return set()
     limit = 1 / (4 * goal.stages)
@@ -337,9 +339,7 @@ def _laid_out(model: nn.Module, seen: Explored, goal: Goal, stage_of: tuple[int,
         if unit not in bypassed:
             last = units.setdefault(unit, last)
     anchors = {key: stage_of[index] for key, index in seen.anchors.items()}
-    return Partitioned(
-        Layout.make(model, goal.stages, units, anchors, seen.layout.glue_hooks), seen.graph, stage_of
-    )
+    return Partitioned(Layout.make(model, goal.stages, units, anchors, seen.layout.glue_hooks), seen.graph, stage_of)
 
 
 def _by_hand(
@@ -388,9 +388,7 @@ def _by_hand(
     empty = set(range(goal.stages)) - set(units_.values())
     if empty:
         log.warning("smpar: no module is on partition %s", ", ".join(map(str, sorted(empty))))
-    return Partitioned(
-        Layout.make(model, goal.stages, units_, anchors, seen.layout.glue_hooks), seen.graph, stage_of
-    )
+    return Partitioned(Layout.make(model, goal.stages, units_, anchors, seen.layout.glue_hooks), seen.graph, stage_of)
 
 
 def _by_parameters(model: nn.Module, goal: Goal, pins: dict[nn.Module, int]) -> Partitioned:
@@ -416,9 +414,7 @@ def _by_parameters(model: nn.Module, goal: Goal, pins: dict[nn.Module, int]) -> 
 def bare_graph(units: list[nn.Module], layout: Layout) -> ModuleGraph:
     """A graph that knows of parameters only."""
     return ModuleGraph(
-        tuple(
-            Unit(layout.names[m], type(m).__name__, 0, parameter_bytes(m), 0.0, 0.0, 0.0, 0, ()) for m in units
-        ),
+        tuple(Unit(layout.names[m], type(m).__name__, 0, parameter_bytes(m), 0.0, 0.0, 0.0, 0, ()) for m in units),
         (),
         shared_parameters(units, layout.parameter_names),
     )

@@ -29,9 +29,9 @@ from smpar.runtime.planning import explore
 from smpar.runtime.reduction import average_replicas, own_gradients, sum_tied
 from smpar.runtime.wires import buffer_for, pack
 from smpar.schedule import make_schedule
+from smpar.stage.explorer import ValueNeeded
 from smpar.stage.layout import Layout
 from smpar.stage.record import MicrobatchProgram
-from smpar.stage.run import ValueNeeded
 from smpar.stage.special import patched
 from smpar.stage.split import Batch
 from smpar.stage.tensor import StageTensor
@@ -274,13 +274,13 @@ class Pipeline:
             for call in batch.calls:
                 leaves: list[torch.Tensor] = []
                 spec = tree.flatten(call, leaves)
-                signature = (*base, spec, tuple(meta_of(t) for t in leaves))
+                signature = (*base, spec, states(spec), tuple(meta_of(t) for t in leaves))
                 # most microbatches are alike: they share one key, which is looked up once
                 signatures.append(next((s for s in signatures if s == signature), signature))
             found = tuple(signatures)
             if told:
                 self._signatures.keep(step, found)
-        return found  # type: ignore[no-any-return]
+        return found
 
     def _explore(self, fn: Callable[..., Any], call: Any, key: Any) -> MicrobatchProgram | _Dynamic:
         try:
@@ -325,9 +325,7 @@ class Pipeline:
             shape = programs[0].shape
             if any(p.shape.backward for p in programs):
                 shape = dataclasses.replace(shape, backward=True)
-            schedule = make_schedule(
-                self.config.pipeline, shape, len(programs), active=self.config.active_microbatches
-            )
+            schedule = make_schedule(self.config.pipeline, shape, len(programs), active=self.config.active_microbatches)
             found = Timetable(schedule, programs, self.stage)
             self._timetables.keep(key, found)
         return found
@@ -389,12 +387,11 @@ class Pipeline:
                             self.channels.send(stage, joined)
             else:
                 buffers = [buffer_for(meta_of(t)) for t in unique]
-                joined = torch.empty(sum(flat.numel() for _, flat in buffers), dtype=torch.uint8, device=self.world.device)
+                sizes = [memory.numel() for _, memory in buffers]
+                joined = torch.empty(sum(sizes), dtype=torch.uint8, device=self.world.device)
                 if joined.numel():
                     self.channels.post_recv(home, joined).wait()
-                at = 0
-                for t, (tensor, flat) in zip(unique, buffers, strict=True):
-                    flat.copy_(joined[at : at + flat.numel()])
-                    at += flat.numel()
+                for t, (tensor, memory), part in zip(unique, buffers, joined.split(sizes), strict=True):
+                    memory.copy_(part)
                     real[id(t)] = tensor
         return [tree.map_tensors(lambda t: real.get(id(t), t), result) for result in results]

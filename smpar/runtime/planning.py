@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from smpar.stage.explorer import Explorer
 from smpar.stage.layout import Layout
 from smpar.stage.record import Event, MicrobatchProgram
-from smpar.stage.run import Explorer
 from smpar.stage.special import patched
 from smpar.stage.split import Call
 from smpar.stage.units import marked

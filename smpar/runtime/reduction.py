@@ -31,9 +31,7 @@ def own_gradients(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
             p.grad = grad if p.grad is None else grad.add_(p.grad)
 
 
-def sum_tied(
-    parameters: Sequence[torch.nn.Parameter], layout: Layout, channels: Channels, stage: int
-) -> None:
+def sum_tied(parameters: Sequence[torch.nn.Parameter], layout: Layout, channels: Channels, stage: int) -> None:
     """Sum the gradients of parameters that several stages hold; each holder ends with the same bits.
 
     The lowest holder adds the others' in the order of their stages and sends the sum back.

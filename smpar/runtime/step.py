@@ -106,9 +106,7 @@ def _positions(names: Sequence[str], count: int) -> list[str]:
     return [names[i] if i < len(names) else f"number {i + 1}" for i in range(count)]
 
 
-def _agree(
-    now: Runtime, fn: Callable[..., Any], arguments: Mapping[str, Any], look: Look | None
-) -> tuple[int, bool]:
+def _agree(now: Runtime, fn: Callable[..., Any], arguments: Mapping[str, Any], look: Look | None) -> tuple[int, bool]:
     """A seed and whether all programs are known, as the pipeline's ranks agree; see `agree`."""
     drawn = int(torch.randint(0, 1 << 62, (1,), device="cpu"))
     if now.world.axis_size("pp") == 1:
@@ -124,12 +122,12 @@ def _run(now: Runtime, fn: Callable[..., Any], arguments: Mapping[str, Any], bat
     average = model is None or model.average_grads
     shares = batch.weights if average else (1.0,) * len(batch.weights)
     pipeline = now.model.pipeline if now.world.axis_size("pp") > 1 else None
-    look = pipeline.look(fn, batch, arguments) if pipeline is not None else None
+    look = None if pipeline is None else pipeline.look(fn, batch, arguments)
     seed, known = _agree(now, fn, arguments, look)
     random = torch.get_rng_state()
     now.in_step = True
     try:
-        if pipeline is None:
+        if pipeline is None or look is None:
             results = _without_pipeline(now, fn, batch, shares, seed)
         else:
             results = pipeline.run(fn, batch, shares, seed, look, known)

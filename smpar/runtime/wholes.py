@@ -49,6 +49,6 @@ def broadcast_tensors(tensors: list[torch.Tensor], stage: int, pipeline: Pipelin
     buffers = [buffer_for(meta) for meta in metas]
     joined = torch.empty(sum(f.numel() for _, f in buffers), dtype=torch.uint8, device=world.device)
     dist.broadcast(joined, source, group=world.process_group("pp"))
-    for (_, flat), part in zip(buffers, joined.split([f.numel() for _, f in buffers]), strict=True):
-        flat.copy_(part)
+    for (_, bytes_), part in zip(buffers, joined.split([f.numel() for _, f in buffers]), strict=True):
+        bytes_.copy_(part)
     return [tensor for tensor, _ in buffers]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -81,7 +81,7 @@ class Inbox:
     """
 
     def __init__(
-        self, channels: Channels, orders: dict[int, Sequence[Message]], programs: Sequence[MicrobatchProgram]
+        self, channels: Channels, orders: Mapping[int, Sequence[Message]], programs: Sequence[MicrobatchProgram]
     ) -> None:
         self._channels = channels
         self._programs = programs

@@ -1,7 +1,7 @@
 """One microbatch as its schedule sees it: segments in program order, and the flows of tensors between them.
 
     stage 0   [0]─────────────▶[2]          segments 0..3 in program order
-                 ╲             ╱ ╲          flows 0→1, 1→2, 0→2 (local cut), 2→3
+                 \\             / \\          flows 0→1, 1→2, 0→2 (local cut), 2→3
     stage 1       ▶[1]────────▶   ▶[3]
                                             backward: gradients run the flows from target to producer
 

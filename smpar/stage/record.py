@@ -88,12 +88,9 @@ class Recorder:
         if segment is None:
             segment = self._open(stage)
         remote = [i for i in inputs if i is not None and self.segment_stage[self.producer[i]] != stage]
-        for ident in remote:
-            if (ident, stage) not in self._sent:
-                source = self._current[self.segment_stage[self.producer[ident]]]
-                if source > segment:  # it began after this segment, and may wait for it
-                    segment = self._open(stage)
-                    break
+        sources = (self._current[self.segment_stage[self.producer[i]]] for i in remote if (i, stage) not in self._sent)
+        if any(source > segment for source in sources):  # it began after this segment, and may wait for it
+            segment = self._open(stage)
         added = []
         for ident in inputs:
             if ident is None or self.producer[ident] == segment or (ident, segment) in self._flow_of:

@@ -3,20 +3,17 @@
 ``Run`` finds out where each event runs and what it gives, and executes it if this rank is its home.
 Two kinds follow from where that knowledge comes from:
 
-    Explorer   works it out (under fake tensors, remembered by signature) and records the program;
-               with a wire it executes at the same time (dynamic programs), without one it only plans
-    Replay     reads it off a recorded program, and errs if the run leaves it
+    explorer.Explorer   works it out under fake tensors, and records the program
+    replay.Replay       reads it off a recorded program, and errs if the run leaves it
 """
 
 from __future__ import annotations
 
 import abc
-import dataclasses
 import functools
 import itertools
-import pickle
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -24,8 +21,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from smpar.errors import (
-    LateParameter,
-    LeftProgram,
     NotThroughModel,
     OtherMicrobatch,
     SmparError,
@@ -35,22 +30,17 @@ from smpar.errors import (
 )
 from smpar.stage import special
 from smpar.stage.layout import Layout
-from smpar.stage.record import Backward, Event, MicrobatchProgram, Recorder, direct_meta
-from smpar.stage.tensor import METADATA, StageTensor, activate, link, metadata, shared
+from smpar.stage.record import Event
+from smpar.stage.tensor import METADATA, StageTensor, activate, link, metadata
 from smpar.stage.units import keep_attribute
 from smpar.trace import tree
 from smpar.trace.draws import DRAWS, SeedMode, advance, seed_generators
 from smpar.trace.fake import Meta, NoSubclass, Out, Outcome, meta_of
-from smpar.trace.outcomes import Outcomes
 
 Parameter = nn.Parameter
 
 
 _numbers = itertools.count()
-
-
-class ValueNeeded(BaseException):
-    """Raised while planning when glue asks for data: the program cannot be known beforehand."""
 
 
 class Wire(Protocol):
@@ -191,7 +181,8 @@ class Run(abc.ABC):
     def call_unit(self, unit: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A call of a unit from glue; ``call`` is its own ``__call__``."""
         if unit in self.layout.hooks:
-            return special.with_hooks(unit, self.layout.hooks[unit], functools.partial(self._call, unit, call), args, kwargs)
+            inner = functools.partial(self._call, unit, call)
+            return special.with_hooks(unit, self.layout.hooks[unit], inner, args, kwargs)
         return self._call(unit, call, args, kwargs)
 
     def _call(self, unit: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -213,7 +204,7 @@ class Run(abc.ABC):
     def _apart(self, args: Any, kwargs: Any) -> tuple[list[Any], tree.Spec]:
         """The tensors among a call's arguments, and what is needed to put them back."""
         if len(args) == 1 and not kwargs and type(args[0]) is StageTensor:
-            return [args[0]], _ONE
+            return [args[0]], ONE
         leaves: list[Any] = []
         return leaves, tree.flatten((args, kwargs), leaves)
 
@@ -243,10 +234,6 @@ class Run(abc.ABC):
 
     def backward(self, tensors: Any, grads: Any = None) -> None:
         """Note where the microbatch's backward starts (it runs when the schedule says so)."""
-        with self.plain(), NoSubclass():
-            self._backward(tensors, grads)
-
-    def _backward(self, tensors: Any, grads: Any) -> None:
         roots = list(tensors) if isinstance(tensors, (list, tuple)) else [tensors]
         given = [grads] if grads is None or isinstance(grads, torch.Tensor) else list(grads)
         given += [None] * (len(roots) - len(given))
@@ -255,17 +242,15 @@ class Run(abc.ABC):
                 raise NotThroughModel(described(root))
             if grad is None and root.numel() != 1:
                 raise WrongBackward(f"a tensor of shape {list(root.shape)}")
-        self._backward_event(tuple(r.ident for r in roots))
-        for root, grad in zip(roots, given, strict=True):
-            if root.home != self.stage:
-                continue
-            assert root.value is not None
-            with torch.no_grad():
-                if grad is None:
-                    start = torch.full_like(root.value, self.share)
-                else:
-                    start = (grad.value if isinstance(grad, StageTensor) else grad) * self.share
-            self.roots.setdefault(root.segment, []).append((get_gradient_edge(root.value), start))
+        # a root with a gradient of its own, wherever that is, equals the scalar whose derivative it is
+        starts = [r if g is None else (r * g.detach()).sum() for r, g in zip(roots, given, strict=True)]
+        with self.plain(), NoSubclass():
+            self._backward_event(tuple(root.ident for root in starts))
+            for root in starts:
+                if root.home == self.stage:
+                    assert root.value is not None
+                    start = torch.full_like(root.value, self.share, requires_grad=False)
+                    self.roots.setdefault(root.segment, []).append((get_gradient_edge(root.value), start))
 
     def release(self) -> None:
         """Let go of all tensors: the microbatch has nothing more to do on this rank."""
@@ -340,7 +325,7 @@ class Run(abc.ABC):
         self, event: Event, leaves: list[Any], spec: tree.Spec, fn: Callable[[Any, Any], Any]
     ) -> tuple[Outcome, list[Any]]:
         outcome = event.outcome
-        if spec is _ONE and not outcome.written:
+        if spec is ONE and not outcome.written:
             reals = [self._local(leaves[0], event, False)]
             args, kwargs = (reals[0],), {}
         else:
@@ -402,9 +387,9 @@ class Run(abc.ABC):
             if not isinstance(place, Out):
                 results.append(leaves[place])
                 continue
-            ident = event.outputs[i]
-            assert ident is not None
-            made = StageTensor(place.meta, event.stage, ident, event.segment, self.number)
+            number = event.outputs[i]
+            assert number is not None
+            made = StageTensor(place.meta, event.stage, number, event.segment, self.number)
             if values is not None:
                 made.value = values[i]
             for index in place.shares:
@@ -452,7 +437,7 @@ class _Plain:
         activate(self._before)
 
 
-_ONE = tree.flatten(((torch.empty(0),), {}), [])  # the commonest arguments: one tensor
+ONE = tree.flatten(((torch.empty(0),), {}), [])  # the commonest arguments: one tensor
 
 
 def _first_difference(traced: tree.Spec, real: tree.Spec) -> tuple[str, str]:
@@ -496,326 +481,3 @@ def _become(tensor: torch.Tensor, other: StageTensor) -> None:
             torch.utils.swap_tensors(tensor, other)
         except RuntimeError as error:  # a view of it exists, which would not see what is written
             raise WriteIntoReplicated("a plain tensor of which views exist") from error
-
-
-class Explorer(Run):
-    """Works out where each event runs and what it gives, and records the program."""
-
-    def __init__(
-        self, layout: Layout, outcomes: Outcomes, seed: int, share: float = 1.0, wire: Wire | None = None
-    ) -> None:
-        super().__init__(layout, seed, share, wire)
-        self.outcomes = outcomes
-        self.record = Recorder(layout.stages)
-        self.used: dict[int, set[int]] = {}
-        self.reads = 0
-
-    def finish(self) -> MicrobatchProgram:
-        return self.record.finish(self.used)
-
-    def replicated(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if func in special.READS:
-            self.reads += 1
-        return super().replicated(func, args, kwargs)
-
-    def _unit_event(self, unit: nn.Module, args: Any, kwargs: Any, leaves: list[Any], spec: tree.Spec) -> Event:
-        with self.plain():
-            outcome = self.outcomes.of_unit(unit, leaves, spec)
-        if outcome.varies and self.wire is None:
-            raise ValueNeeded(f"{self.layout.name(unit)} gives shapes that depend on data")
-        return self._add(unit, self.layout.stage_of(unit), outcome, leaves)
-
-    def _operation_event(self, func: Any, args: Any, kwargs: Any, leaves: list[Any], spec: tree.Spec) -> Event:
-        outcome = self.outcomes.of_operation(func, leaves, spec)
-        if outcome.guessed and self.wire is None:
-            raise ValueNeeded(f"{self.layout.name(func)} gives a shape that depends on data")
-        operands = [t for t in leaves if type(t) is StageTensor]
-        homes = [t.home for t in operands if t.parameter is None]
-        stage = max(homes) if homes else max(t.home for t in operands)
-        for index, _ in outcome.written:
-            target = leaves[index]
-            if type(target) is not StageTensor:
-                continue
-            if target.parameter is not None:
-                raise WriteIntoReplicated(f"{self.layout.name(func)} writes into a parameter")
-            if target.home != stage and shared(target):
-                stage = target.home
-        return self._add(func, stage, outcome, leaves)
-
-    def _add(self, target: Any, stage: int, outcome: Outcome, leaves: list[Any]) -> Event:
-        for index, _ in outcome.written:
-            if type(leaves[index]) is not StageTensor and getattr(leaves[index], "_smpar_made_by", -1) != self.number:
-                raise WriteIntoReplicated(self.layout.name(target))
-        inputs: list[int | None] = []
-        parameters: list[int] = []
-        for t in leaves:
-            if type(t) is not StageTensor:
-                inputs.append(None)
-            elif t.parameter is not None:
-                inputs.append(None)
-                parameters.append(id(t.parameter))
-                self._use(t.parameter, stage)
-            else:
-                inputs.append(t.ident)
-        for parameter in outcome.borrowed:
-            if id(parameter) in self.layout.holders:
-                parameters.append(id(parameter))
-                self._use(parameter, stage)
-        record = self.record
-        segment, flows = record.enter(stage, inputs)
-        record.seconds[segment] += outcome.cost.seconds
-        outputs = tuple(
-            record.new_ident(place.meta, segment) if isinstance(place, Out) else None for place in outcome.places
-        )
-        written = tuple(record.new_ident(out.meta, segment) for _, out in outcome.written)
-        direct = direct_meta(outcome, lambda s: s is tree.LEAF)
-        event = Event(
-            target, stage, segment, tuple(inputs), outputs, written, outcome, flows, tuple(parameters), direct
-        )
-        record.events.append(event)
-        return event
-
-    def _use(self, parameter: nn.Parameter, stage: int) -> None:
-        self.used.setdefault(id(parameter), set()).add(stage)
-        holders = self.layout.holders[id(parameter)]
-        if stage not in holders:
-            if self.layout.closed:
-                raise LateParameter(self.layout.parameter_names.get(id(parameter), "?"), stage, sorted(holders))
-            holders.add(stage)
-            self.layout.parameter_home[id(parameter)] = min(holders)
-
-    def _enter_segment(self, segment: int) -> None:
-        pass
-
-    def _backward_event(self, roots: tuple[int, ...]) -> None:
-        self.record.events.append(Backward(roots))
-
-    def _meta(self, ident: int) -> Meta:
-        return self.record.metas[ident]
-
-    def _flow(self, index: int) -> Any:
-        return self.record.flows[index]
-
-    def _flow_index(self, ident: int, segment: int) -> int:
-        return self.record.flow_index(ident, segment)
-
-    def _stage_of(self, segment: int) -> int:
-        return self.record.segment_stage[segment]
-
-    def read(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if self.wire is None:
-            raise ValueNeeded(self.layout.name(func))
-        values = tree.map_tensors(self._everywhere, (args, kwargs))
-        with self.plain():
-            return func(*values[0], **values[1])
-
-    def _everywhere(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A stage tensor's data, sent by its home to every stage."""
-        if type(tensor) is not StageTensor:
-            return tensor
-        assert self.wire is not None
-        meta = meta_of(tensor)
-        if tensor.home != self.stage:
-            return self.wire.receive(tensor.home, -1, meta)
-        value = tensor.value if tensor.parameter is None else tensor.parameter
-        assert value is not None
-        for stage in range(self.layout.stages):
-            if stage != self.stage:
-                self.wire.send(stage, value, meta)
-        return value.detach()
-
-    def _confirmed(self, event: Event, result: Any) -> Outcome:
-        """Agree on what depends on data: the home sends its result's shapes and numbers to every stage."""
-        outcome = event.outcome
-        if event.stage == self.stage:
-            real: list[torch.Tensor] = []
-            spec = tree.flatten(result, real)
-            values = ["*" if v is tree.LEAF else [v] for v in tree.plain_constants(spec)]
-            shapes, constants = self._tell(([tuple(t.shape) for t in real], values))
-        else:
-            shapes, constants = self._hear(event.stage)
-        if len(shapes) != len(outcome.places) or len(constants) != len(tree.constants(outcome.spec)):
-            raise UnitMismatch(self.layout.name(event.target), f"{len(outcome.places)} tensors", f"{len(shapes)}")
-        places: list[Out | int] = []
-        for i, place in enumerate(outcome.places):
-            if isinstance(place, Out) and shapes[i] != place.meta.shape:
-                stride = torch.empty(shapes[i], device="meta").stride()
-                place = place._replace(meta=place.meta._replace(shape=shapes[i], stride=stride))
-                ident = event.outputs[i]
-                assert ident is not None
-                self.record.metas[ident] = place.meta
-            places.append(place)
-        spec = tree.with_constants(outcome.spec, iter([tree.LEAF if c == "*" else c[0] for c in constants]))
-        return dataclasses.replace(outcome, spec=spec, places=tuple(places))
-
-    def _tell(self, message: Any) -> Any:
-        """Send a picklable message to all other stages."""
-        assert self.wire is not None
-        data = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
-        size = torch.tensor([len(data)])
-        for stage in range(self.layout.stages):
-            if stage != self.stage:
-                self.wire.send(stage, size, meta_of(size))
-                self.wire.send(stage, data, meta_of(data))
-        return message
-
-    def _hear(self, stage: int) -> Any:
-        assert self.wire is not None
-        size = self.wire.receive(stage, -1, meta_of(torch.tensor([0])))
-        data = self.wire.receive(stage, -1, meta_of(torch.empty(int(size), dtype=torch.uint8)))
-        return pickle.loads(data.numpy().tobytes())
-
-
-def _nowhere(segment: int) -> None:
-    """Where no schedule is in charge, segments just begin."""
-
-
-_BARE = frozenset({StageTensor, torch.Tensor, Parameter, int, float, str, bool, type(None), torch.dtype, torch.device})
-
-
-class _Bare(NamedTuple):
-    """Arguments without containers."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
-class Replay(Run):
-    """Follows a recorded program.
-
-    ``enter`` is called where a segment of this rank begins, and returns when the schedule lets it run.
-    """
-
-    def __init__(
-        self,
-        layout: Layout,
-        program: MicrobatchProgram,
-        seed: int,
-        share: float,
-        wire: Wire,
-    ) -> None:
-        super().__init__(layout, seed, share, wire)
-        self.program = program
-        self._quiet = program.quiet
-        self._cursor = 0
-        self._segment: int | None = None
-        self.enter: Callable[[int], None] = _nowhere
-        self.released = False
-
-    def call_unit(self, unit: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        skipped = self._skip(unit)
-        return super().call_unit(unit, call, args, kwargs) if skipped is None else skipped
-
-    def operation(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if func not in METADATA and func not in special.HANDLERS:
-            skipped = self._skip(func)
-            if skipped is not None:
-                return skipped
-        return super().operation(func, args, kwargs)
-
-    def _apart(self, args: Any, kwargs: Any) -> tuple[list[Any], tree.Spec]:
-        # a program needs no hashable spec: where no argument is a container, the arguments are their own
-        if all(type(a) in _BARE for a in args) and all(type(v) in _BARE for v in kwargs.values()):
-            leaves = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
-            return leaves, (_ONE if len(args) == 1 and not kwargs and leaves else _Bare(args, kwargs))
-        return super()._apart(args, kwargs)
-
-    def _together(self, spec: tree.Spec, leaves: list[Any]) -> Any:
-        if type(spec) is not _Bare:
-            return super()._together(spec, leaves)
-        rest = iter(leaves)
-        args = tuple(next(rest) if isinstance(a, torch.Tensor) else a for a in spec.args)
-        return args, {k: next(rest) if isinstance(v, torch.Tensor) else v for k, v in spec.kwargs.items()}
-
-    def _skip(self, target: Any) -> StageTensor | None:
-        """The result of an event that is due, runs elsewhere, and asks nothing of this rank."""
-        at = self._cursor
-        if at >= len(self._quiet) or not self._quiet[at]:
-            return None
-        event: Event = self.program.events[at]  # type: ignore[assignment]
-        if event.stage == self.stage or (event.target is not target and event.target != target):
-            return None
-        if target in self.layout.hooks:
-            return None
-        self._cursor = at + 1
-        if event.outcome.draws:
-            self.seed = advance(self.seed, event.outcome.draws)
-        assert event.direct is not None
-        made = StageTensor(event.direct, event.stage, event.outputs[0] or 0, event.segment, self.number)
-        return made
-
-    def _next(self, target: Any) -> Event:
-        events = self.program.events
-        event = events[self._cursor] if self._cursor < len(events) else None
-        if not isinstance(event, Event) or (event.target is not target and event.target != target):
-            self._left(self.layout.name(target), event)
-        self._cursor += 1
-        return event  # type: ignore[return-value]
-
-    def _left(self, ran: str, event: Event | Backward | None) -> None:
-        due = "the end of the step function" if event is None else (
-            "model.backward" if isinstance(event, Backward) else self.layout.name(event.target))
-        raise LeftProgram(f"the step function called {ran} where its trace has {due} (event {self._cursor})")
-
-    def _unit_event(self, unit: nn.Module, args: Any, kwargs: Any, leaves: list[Any], spec: tree.Spec) -> Event:
-        event = self._next(unit)
-        self._same_inputs(event, leaves)
-        return event
-
-    def _operation_event(self, func: Any, args: Any, kwargs: Any, leaves: list[Any], spec: tree.Spec) -> Event:
-        event = self._next(func)
-        self._same_inputs(event, leaves)
-        return event
-
-    def _same_inputs(self, event: Event, leaves: list[Any]) -> None:
-        inputs = event.inputs
-        if len(leaves) == len(inputs):
-            for leaf, ident in zip(leaves, inputs, strict=True):
-                if type(leaf) is StageTensor and leaf.parameter is None:
-                    if leaf.ident != ident:
-                        break
-                elif ident is not None:
-                    break
-            else:
-                return
-        raise LeftProgram(f"{self.layout.name(event.target)} got other tensors than in its trace (event {self._cursor - 1})")
-
-    def _enter_segment(self, segment: int) -> None:
-        if segment != self._segment:
-            self._segment = segment
-            self.enter(segment)
-
-    def _backward_event(self, roots: tuple[int, ...]) -> None:
-        events = self.program.events
-        event = events[self._cursor] if self._cursor < len(events) else None
-        if not isinstance(event, Backward) or event.roots != roots:
-            self._left("model.backward", event)
-        self._cursor += 1
-
-    def release(self) -> None:
-        super().release()
-        self.released = True
-        self.enter = _nowhere  # the coroutine it belonged to refers to this run
-
-    def end(self) -> None:
-        """Check that the run went through its whole program."""
-        if self._cursor != len(self.program.events):
-            self._left("the end of the step function", self.program.events[self._cursor])
-
-    def read(self, func: Any, args: Any, kwargs: Any) -> Any:
-        raise LeftProgram(f"{self.layout.name(func)} reads a stage tensor's value, which its trace did not")
-
-    def _meta(self, ident: int) -> Meta:
-        return self.program.metas[ident]
-
-    def _flow(self, index: int) -> Any:
-        return self.program.shape.flows[index]
-
-    def _flow_index(self, ident: int, segment: int) -> int:
-        return self.program.arrivals[ident, self.stage]
-
-    def _stage_of(self, segment: int) -> int:
-        return self.program.stages[segment]
-
-    def _confirmed(self, event: Event, result: Any) -> Outcome:
-        return event.outcome

@@ -108,7 +108,7 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
     T.__reversed__: _reverse,
     T.register_hook: _register_hook,
     T.requires_grad_: _requires_grad,
-    T.grad.__get__: _grad_of,  # type: ignore[attr-defined]
+    vars(torch._C.TensorBase)["grad"].__get__: _grad_of,
     T.retain_grad: _refuse("retain_grad", "use tensor.register_hook(f): f gets the gradient on the tensor's stage"),
     T.__deepcopy__: _copy,
     T.__reduce_ex__: _refuse("pickling", "return the tensor from the step and save it outside"),

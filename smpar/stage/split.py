@@ -52,8 +52,7 @@ def split(
     parts = [splitter.argument(names[i] if i < len(names) else f"argument {i}", a) for i, a in enumerate(args)]
     named = {name: splitter.argument(name, value) for name, value in kwargs.items()}
     calls = tuple(
-        (tuple(part[i] for part in parts), {name: part[i] for name, part in named.items()})
-        for i in range(microbatches)
+        (tuple(part[i] for part in parts), {name: part[i] for name, part in named.items()}) for i in range(microbatches)
     )
     return Batch(calls, splitter.weights(), splitter.samples[1] if splitter.samples is not None else None)
 
@@ -201,5 +200,3 @@ def _equal(a: Any, b: Any) -> bool:
         return bool(a == b)
     except Exception:
         return False
-
-

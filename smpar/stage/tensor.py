@@ -48,7 +48,7 @@ class StageTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, meta: Meta, home: int, ident: int, segment: int, owner: int) -> StageTensor:
-        self: StageTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        self: StageTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             meta.shape,
             meta.stride or None,
@@ -78,7 +78,7 @@ class StageTensor(torch.Tensor):
         return run.operation(func, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if torch.ops.aten.detach.default is func:  # how torch makes Parameters and new_* of subclasses
             return args[0]
         error = BypassedGlue(str(func))

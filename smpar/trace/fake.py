@@ -118,6 +118,7 @@ class DeviceRate:
 
 RATES = {"cpu": DeviceRate(4e10, 1e10, 2e-6), "cuda": DeviceRate(1.5e14, 1.5e12, 4e-6)}
 
+
 def _grouped_mm_flops(a: Any, b: Any, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
     return int(2 * a.shape[-2] * a.shape[-1] * b.shape[-1] * (b.shape[0] if a.dim() == 3 else 1))
 
@@ -535,5 +536,5 @@ def _reached(tensor: torch.Tensor, marks: dict[int, int]) -> set[int]:
             if id(variable) in marks:
                 found.add(marks[id(variable)])
         else:
-            todo += [following for following, _ in node.next_functions]
+            todo += [following for following, _ in node.next_functions if following is not None]
     return found

@@ -22,9 +22,7 @@ def test_all_ranks_in_one_file(pool: Pool, seed: int, tmp_path: Path) -> None:
     events = json.loads((tmp_path / "trace" / "trace.json").read_text())["traceEvents"]
     slices = [e for e in events if e["ph"] == "X"]
     actions = Counter((e["pid"], e["name"]) for e in slices if e["cat"] == "action")
-    assert actions == {
-        (rank, f"{rank}{kind}{m}"): steps for rank in range(degree) for kind in "FB" for m in range(4)
-    }
+    assert actions == {(rank, f"{rank}{kind}{m}"): steps for rank in range(degree) for kind in "FB" for m in range(4)}
     assert Counter(e["pid"] for e in slices if e["cat"] == "step") == dict.fromkeys(range(degree), steps)
     assert {e["args"]["name"] for e in events if e["name"] == "thread_name"} == {"compute", "waits", "messages"}
     starts = {e["id"]: e for e in events if e["ph"] == "s"}

@@ -121,8 +121,11 @@ class Plain(nn.Module):
 
     def backward(self, tensors: Any, grad_tensors: Any = None) -> None:
         roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        grads = [grad_tensors] * len(roots) if grad_tensors is None else (
-            [grad_tensors] if isinstance(grad_tensors, Tensor) else list(grad_tensors))
+        grads = (
+            [grad_tensors] * len(roots)
+            if grad_tensors is None
+            else ([grad_tensors] if isinstance(grad_tensors, Tensor) else list(grad_tensors))
+        )
         starts = [torch.ones_like(r) if g is None else g for r, g in zip(roots, grads, strict=True)]
         torch.autograd.backward(roots, [s * self.share for s in starts], retain_graph=True)
 

@@ -554,7 +554,6 @@ class Gate(nn.Module):
         return torch.tanh(self.w(x)) if self.on else x
 
 
-
 @feature("a g b h", degrees=(2, 4), steps=3, batch=lambda s, g: (
     torch.randn(7, W, dtype=torch.float64, generator=g), torch.randn(7, W, dtype=torch.float64, generator=g), s == 2),
     step=lambda model, x, y, on: _switched(model, x, y, on))  # fmt: skip

@@ -50,6 +50,7 @@ class RandomNumbers(Layers):
         h = h + torch.multinomial(h.detach().exp(), 3).sum(1, keepdim=True)
         return self.d(self.w(h)[torch.randperm(len(x))]) + torch.randint(0, 3, (1,))
 
+
 class Checkpointed(Layers):
     """Dropout in a module and in glue, kept or run again in backward."""
 
@@ -123,8 +124,9 @@ def judge(model: Any, x: Tensor, y: Tensor) -> Tensor:
 def data(seed: int) -> Iterator[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     for _ in range(STEP_COUNT):
-        yield torch.randn(7, W, dtype=torch.float64, generator=generator), torch.randn(
-            7, W, dtype=torch.float64, generator=generator
+        yield (
+            torch.randn(7, W, dtype=torch.float64, generator=generator),
+            torch.randn(7, W, dtype=torch.float64, generator=generator),
         )
 
 

@@ -49,4 +49,3 @@ def test_optimizers_that_mix_all_parameters_are_refused_or_right(pool: Pool, see
         return
     ends = pool.attempt(degree, lbfgs, degree, seed)
     assert all(end.error == "ModelError" for end in ends), ends
-

@@ -1,0 +1,197 @@
+"""Working out a microbatch's program: by running its glue, with units and operations under fake tensors.
+
+With a wire the microbatch is executed at the same time, for programs that cannot be known beforehand; without one it
+is only planned.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from smpar.errors import LateParameter, UnitMismatch, WriteIntoReplicated
+from smpar.stage import special
+from smpar.stage.layout import Layout
+from smpar.stage.record import Backward, Event, MicrobatchProgram, Recorder, direct_meta
+from smpar.stage.run import Run, Wire
+from smpar.stage.tensor import StageTensor, shared
+from smpar.trace import tree
+from smpar.trace.fake import Meta, Out, Outcome, meta_of
+from smpar.trace.outcomes import Outcomes
+
+
+class ValueNeeded(BaseException):
+    """Raised while planning when glue asks for data: the program cannot be known beforehand."""
+
+
+class Explorer(Run):
+    """Works out where each event runs and what it gives, and records the program."""
+
+    def __init__(
+        self, layout: Layout, outcomes: Outcomes, seed: int, share: float = 1.0, wire: Wire | None = None
+    ) -> None:
+        super().__init__(layout, seed, share, wire)
+        self.outcomes = outcomes
+        self.record = Recorder(layout.stages)
+        self.used: dict[int, set[int]] = {}
+        self.reads = 0
+
+    def finish(self) -> MicrobatchProgram:
+        return self.record.finish(self.used)
+
+    def replicated(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if func in special.READS:
+            self.reads += 1
+        return super().replicated(func, args, kwargs)
+
+    def _unit_event(self, unit: nn.Module, args: Any, kwargs: Any, leaves: list[Any], spec: tree.Spec) -> Event:
+        with self.plain():
+            outcome = self.outcomes.of_unit(unit, leaves, spec)
+        if outcome.varies and self.wire is None:
+            raise ValueNeeded(f"{self.layout.name(unit)} gives shapes that depend on data")
+        return self._add(unit, self.layout.stage_of(unit), outcome, leaves)
+
+    def _operation_event(self, func: Any, args: Any, kwargs: Any, leaves: list[Any], spec: tree.Spec) -> Event:
+        outcome = self.outcomes.of_operation(func, leaves, spec)
+        if outcome.guessed and self.wire is None:
+            raise ValueNeeded(f"{self.layout.name(func)} gives a shape that depends on data")
+        operands = [t for t in leaves if type(t) is StageTensor]
+        homes = [t.home for t in operands if t.parameter is None]
+        stage = max(homes) if homes else max(t.home for t in operands)
+        for index, _ in outcome.written:
+            target = leaves[index]
+            if type(target) is not StageTensor:
+                continue
+            if target.parameter is not None:
+                raise WriteIntoReplicated(f"{self.layout.name(func)} writes into a parameter")
+            if target.home != stage and shared(target):
+                stage = target.home
+        return self._add(func, stage, outcome, leaves)
+
+    def _add(self, target: Any, stage: int, outcome: Outcome, leaves: list[Any]) -> Event:
+        for index, _ in outcome.written:
+            if type(leaves[index]) is not StageTensor and getattr(leaves[index], "_smpar_made_by", -1) != self.number:
+                raise WriteIntoReplicated(self.layout.name(target))
+        inputs: list[int | None] = []
+        parameters: list[int] = []
+        for t in leaves:
+            if type(t) is not StageTensor:
+                inputs.append(None)
+            elif t.parameter is not None:
+                inputs.append(None)
+                parameters.append(id(t.parameter))
+                self._use(t.parameter, stage)
+            else:
+                inputs.append(t.ident)
+        for parameter in outcome.borrowed:
+            if id(parameter) in self.layout.holders:
+                parameters.append(id(parameter))
+                self._use(parameter, stage)
+        record = self.record
+        segment, flows = record.enter(stage, inputs)
+        record.seconds[segment] += outcome.cost.seconds
+        outputs = tuple(
+            record.new_ident(place.meta, segment) if isinstance(place, Out) else None for place in outcome.places
+        )
+        written = tuple(record.new_ident(out.meta, segment) for _, out in outcome.written)
+        direct = direct_meta(outcome, lambda s: s is tree.LEAF)
+        event = Event(
+            target, stage, segment, tuple(inputs), outputs, written, outcome, flows, tuple(parameters), direct
+        )
+        record.events.append(event)
+        return event
+
+    def _use(self, parameter: nn.Parameter, stage: int) -> None:
+        self.used.setdefault(id(parameter), set()).add(stage)
+        holders = self.layout.holders[id(parameter)]
+        if stage not in holders:
+            if self.layout.closed:
+                raise LateParameter(self.layout.parameter_names.get(id(parameter), "?"), stage, sorted(holders))
+            holders.add(stage)
+            self.layout.parameter_home[id(parameter)] = min(holders)
+
+    def _enter_segment(self, segment: int) -> None:
+        pass
+
+    def _backward_event(self, roots: tuple[int, ...]) -> None:
+        self.record.events.append(Backward(roots))
+
+    def _meta(self, ident: int) -> Meta:
+        return self.record.metas[ident]
+
+    def _flow(self, index: int) -> Any:
+        return self.record.flows[index]
+
+    def _flow_index(self, ident: int, segment: int) -> int:
+        return self.record.flow_index(ident, segment)
+
+    def _stage_of(self, segment: int) -> int:
+        return self.record.segment_stage[segment]
+
+    def read(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if self.wire is None:
+            raise ValueNeeded(self.layout.name(func))
+        values = tree.map_tensors(self._everywhere, (args, kwargs))
+        with self.plain():
+            return func(*values[0], **values[1])
+
+    def _everywhere(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A stage tensor's data, sent by its home to every stage."""
+        if type(tensor) is not StageTensor:
+            return tensor
+        assert self.wire is not None
+        meta = meta_of(tensor)
+        if tensor.home != self.stage:
+            return self.wire.receive(tensor.home, -1, meta)
+        value = tensor.value if tensor.parameter is None else tensor.parameter
+        assert value is not None
+        for stage in range(self.layout.stages):
+            if stage != self.stage:
+                self.wire.send(stage, value, meta)
+        return value.detach()
+
+    def _confirmed(self, event: Event, result: Any) -> Outcome:
+        """Agree on what depends on data: the home sends its result's shapes and numbers to every stage."""
+        outcome = event.outcome
+        if event.stage == self.stage:
+            real: list[torch.Tensor] = []
+            spec = tree.flatten(result, real)
+            values = ["*" if v is tree.LEAF else [v] for v in tree.plain_constants(spec)]
+            shapes, constants = self._tell(([tuple(t.shape) for t in real], values))
+        else:
+            shapes, constants = self._hear(event.stage)
+        if len(shapes) != len(outcome.places) or len(constants) != len(tree.constants(outcome.spec)):
+            raise UnitMismatch(self.layout.name(event.target), f"{len(outcome.places)} tensors", f"{len(shapes)}")
+        places: list[Out | int] = []
+        for i, place in enumerate(outcome.places):
+            if isinstance(place, Out) and shapes[i] != place.meta.shape:
+                stride = torch.empty(shapes[i], device="meta").stride()
+                place = place._replace(meta=place.meta._replace(shape=shapes[i], stride=stride))
+                ident = event.outputs[i]
+                assert ident is not None
+                self.record.metas[ident] = place.meta
+            places.append(place)
+        spec = tree.with_constants(outcome.spec, iter([tree.LEAF if c == "*" else c[0] for c in constants]))
+        return dataclasses.replace(outcome, spec=spec, places=tuple(places))
+
+    def _tell(self, message: Any) -> Any:
+        """Send a picklable message to all other stages."""
+        assert self.wire is not None
+        data = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
+        size = torch.tensor([len(data)])
+        for stage in range(self.layout.stages):
+            if stage != self.stage:
+                self.wire.send(stage, size, meta_of(size))
+                self.wire.send(stage, data, meta_of(data))
+        return message
+
+    def _hear(self, stage: int) -> Any:
+        assert self.wire is not None
+        size = self.wire.receive(stage, -1, meta_of(torch.tensor([0])))
+        data = self.wire.receive(stage, -1, meta_of(torch.empty(int(size), dtype=torch.uint8)))
+        return pickle.loads(data.numpy().tobytes())
