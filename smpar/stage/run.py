@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
@@ -360,6 +361,8 @@ class Run(abc.ABC):
         for value, place in zip(values, outcome.places, strict=True):
             if isinstance(place, Out):
                 meta = place.meta
+                if isinstance(value, FakeTensor):
+                    raise UnitMismatch(self.layout.name(event.target), "data", "what a cache kept of its trace")
                 if value.shape != meta.shape or value.dtype != meta.dtype or value.requires_grad != meta.requires_grad:
                     raise UnitMismatch(self.layout.name(event.target), str(meta), str(meta_of(value)))
             elif value is not reals[place]:
@@ -515,7 +518,7 @@ class Explorer(Run):
 
     def _operation_event(self, func: Any, args: Any, kwargs: Any, leaves: list[Any], spec: tree.Spec) -> Event:
         outcome = self.outcomes.of_operation(func, leaves, spec)
-        if outcome.guessed and self.wire is None:
+        if outcome.varies and self.wire is None:
             raise ValueNeeded(f"{self.layout.name(func)} gives a shape that depends on data")
         operands = [t for t in leaves if type(t) is StageTensor]
         homes = [t.home for t in operands if t.parameter is None]
