@@ -24,7 +24,7 @@ from smpar.errors import ProgramsDisagree, RanksDisagree
 from smpar.stage.layout import Layout
 from smpar.stage.record import Event, MicrobatchProgram
 from smpar.trace import tree
-from smpar.trace.fake import Out, meta_of
+from smpar.trace.outcome import Out, meta_of
 
 _SAMPLE = 1 << 18  # bytes of a tensor that go into its checksum
 _CHECKED_ON_CUDA = 3  # steps whose contents are compared on CUDA, where each comparison waits for the device

@@ -18,8 +18,8 @@ from smpar.comm.messages import CommGroup, broadcast
 from smpar.runtime.partitioning import Explored
 from smpar.stage.tensor import StageTensor
 from smpar.trace import tree
-from smpar.trace.fake import Meta, meta_of
 from smpar.trace.graph import ModuleGraph
+from smpar.trace.outcome import Meta, meta_of
 from smpar.trace.outcomes import Outcomes
 
 log = logging.getLogger("smpar")

@@ -38,7 +38,8 @@ from smpar.stage.tensor import StageTensor
 from smpar.stage.units import marked
 from smpar.trace import tree
 from smpar.trace.draws import mix
-from smpar.trace.fake import FakeRunner, meta_of
+from smpar.trace.fake import FakeRunner
+from smpar.trace.outcome import meta_of
 from smpar.trace.outcomes import Outcomes, autocast_state, flags, module_key, states
 
 log = logging.getLogger("smpar")

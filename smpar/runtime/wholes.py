@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from smpar.runtime.wires import buffer_for, pack
-from smpar.trace.fake import meta_of
+from smpar.trace.outcome import meta_of
 
 if TYPE_CHECKING:
     from smpar.runtime.pipeline import Pipeline

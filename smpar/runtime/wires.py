@@ -11,7 +11,7 @@ import torch
 
 from smpar.schedule import Message
 from smpar.stage.record import MicrobatchProgram
-from smpar.trace.fake import Meta
+from smpar.trace.outcome import Meta
 
 
 class Pending(Protocol):

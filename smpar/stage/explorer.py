@@ -21,7 +21,7 @@ from smpar.stage.record import Backward, Event, MicrobatchProgram, Recorder, dir
 from smpar.stage.run import Run, Wire
 from smpar.stage.tensor import StageTensor, shared
 from smpar.trace import tree
-from smpar.trace.fake import Meta, Out, Outcome, meta_of
+from smpar.trace.outcome import Meta, Out, Outcome, meta_of
 from smpar.trace.outcomes import Outcomes
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from smpar.schedule.program import Flow, Program, Segment
-from smpar.trace.fake import Meta, Out, Outcome
+from smpar.trace.outcome import Meta, Out, Outcome
 
 
 @dataclasses.dataclass(slots=True)

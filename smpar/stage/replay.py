@@ -16,7 +16,7 @@ from smpar.stage.run import ONE, Run, Wire
 from smpar.stage.tensor import METADATA, StageTensor
 from smpar.trace import tree
 from smpar.trace.draws import advance
-from smpar.trace.fake import Meta, Outcome
+from smpar.trace.outcome import Meta, Outcome
 
 
 def _nowhere(segment: int) -> None:

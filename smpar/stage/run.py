@@ -36,7 +36,7 @@ from smpar.stage.tensor import METADATA, StageTensor, activate, link, metadata
 from smpar.stage.units import keep_attribute
 from smpar.trace import tree
 from smpar.trace.draws import DRAWS, SeedMode, advance, seed_generators
-from smpar.trace.fake import Meta, NoSubclass, Out, Outcome, meta_of
+from smpar.trace.outcome import Meta, NoSubclass, Out, Outcome, meta_of
 
 Parameter = nn.Parameter
 

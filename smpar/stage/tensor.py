@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from smpar.errors import BypassedGlue, OutsideStep
-from smpar.trace.fake import Meta, NoSubclass
+from smpar.trace.outcome import Meta, NoSubclass
 
 if TYPE_CHECKING:
     from smpar.stage.run import Run

@@ -9,290 +9,20 @@ import gc
 import logging
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import (
-    DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
 )
-from torch.utils._mode_utils import no_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.flop_counter import flop_registry
 
 from smpar.trace import tree
 from smpar.trace.draws import CountMode
-from smpar.trace.known import KnownValues
-
-aten = torch.ops.aten
-NoSubclass = torch._C.DisableTorchFunctionSubclass
-
-
-class Meta(NamedTuple):
-    """All that every rank knows of a tensor; ``stride`` in elements."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool
-
-    def __str__(self) -> str:
-        gradient = " with gradient" if self.requires_grad else ""
-        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}{gradient}"
-
-    @property
-    def nbytes(self) -> int:
-        return self.dtype.itemsize * torch.Size(self.shape).numel()
-
-
-def meta_of(tensor: torch.Tensor) -> Meta:
-    """The metadata of any tensor, without going through an overridden ``__torch_function__``."""
-    with NoSubclass():
-        strided = tensor.layout is torch.strided
-        return Meta(
-            tuple(tensor.shape),
-            tuple(tensor.stride()) if strided else (),
-            tensor.dtype,
-            tensor.device,
-            tensor.requires_grad,
-        )
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Cost:
-    """Counted cost of one call: floating-point operations and seconds of its forward, bytes kept for its backward."""
-
-    flops: float = 0.0
-    seconds: float = 0.0
-    saved: int = 0
-
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(self.flops + other.flops, self.seconds + other.seconds, self.saved + other.saved)
-
-
-class Out(NamedTuple):
-    """A tensor that a call made (or wrote into): its metadata, and the inputs its gradient reaches."""
-
-    meta: Meta
-    reaches: frozenset[int]
-    shares: frozenset[int]  # inputs whose storage it views
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a call does, as far as can be known without data.
-
-    ``places`` says for each tensor of the result where it comes from: an ``Out``, or the index of
-    the input that it is. The last of them are ``attributes``, tensors that the unit leaves in its modules
-    (number of the module in ``unit.modules()``, name). ``written`` are inputs changed in place, each with its
-    state afterwards. ``leaks``: the unit hands tensors to the outside, by a forward hook or a list.
-    ``guessed``: it read data on its way; ``varies``: the shapes or the numbers of its result depend on them.
-    """
-
-    spec: tree.Spec
-    places: tuple[Out | int, ...]
-    attributes: tuple[tuple[int, str], ...]
-    written: tuple[tuple[int, Out], ...]
-    draws: int
-    random: bool
-    guessed: bool
-    cost: Cost
-    leaks: bool = False
-    varies: bool = False
-    mutates: bool = False  # it changes lists or dicts among its arguments; the result is (result, (args, kwargs)) then
-    borrowed: tuple[torch.nn.Parameter, ...] = ()  # parameters it uses that are neither its own nor arguments
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class DeviceRate:
-    """What a device does per second, for counted costs (roofline): FLOP/s, bytes/s, seconds per launched operator.
-
-    Only ratios between units matter to a partition. A desktop core and a data-centre GPU in half precision.
-    """
-
-    flops: float
-    bytes: float
-    launch: float
-
-
-RATES = {"cpu": DeviceRate(4e10, 1e10, 2e-6), "cuda": DeviceRate(1.5e14, 1.5e12, 4e-6)}
-
-
-def _grouped_mm_flops(a: Any, b: Any, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
-    return int(2 * a.shape[-2] * a.shape[-1] * b.shape[-1] * (b.shape[0] if a.dim() == 3 else 1))
-
-
-_FLOPS = {
-    **flop_registry,
-    aten._grouped_mm: _grouped_mm_flops,
-    aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[aten._scaled_dot_product_flash_attention],
-}
-
-_GUESSED = {aten._local_scalar_dense.default, aten.nonzero.default, aten.equal.default, aten.is_nonzero.default}
-_FREE = {"view", "_unsafe_view", "detach", "alias", "expand", "permute", "transpose", "t", "slice", "select",
-         "unsqueeze", "squeeze", "as_strided", "split", "unbind", "empty", "empty_strided", "empty_like"}  # fmt: skip
-
+from smpar.trace.outcome import Cost, Out, Outcome, meta_of
+from smpar.trace.watch import Watch
 
 _Cached = type(functools.lru_cache(len))
-
-
-class _Watch(TorchDispatchMode):
-    """Counts costs and random operators; answers what only data could tell with a guess."""
-
-    def __init__(self, guess: bool, follow: bool, fewer: int) -> None:
-        super().__init__()
-        self._fewer = fewer  # rows taken off each guess of how many there are
-        self.flops = self.seconds = 0.0
-        self.random = 0
-        self.guessed = False
-        self.made: list[weakref.ref[torch.Tensor]] | None = [] if follow else None  # every tensor so far
-        self.borrowed: dict[int, torch.nn.Parameter] = {}
-        self._guess = guess
-        self._known = KnownValues()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        for arg in (*args, *kwargs.values()):
-            for tensor in arg if isinstance(arg, (list, tuple)) else (arg,):
-                if isinstance(tensor, torch.nn.Parameter) and not isinstance(tensor, FakeTensor):
-                    self.borrowed[id(tensor)] = tensor
-        known = self._known.apply(func, args, kwargs)
-        if func in _GUESSED:
-            return self._guessed_result(func, args) if known is None else _as_fake(known)
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            self.random += 1
-        try:
-            result = func(*args, **kwargs)
-        except DynamicOutputShapeException:
-            result = self._guessed_shape(func, args, kwargs) if known is None else _as_fake(known)
-        except (RuntimeError, NotImplementedError) as error:
-            result = _on_zeros(func, args, kwargs, error)
-        self._known.note(result, known)
-        self._count(func, args, kwargs, result)
-        if self.made is not None:
-            self.made += [weakref.ref(t) for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
-        return result
-
-    def forget(self) -> None:
-        """Hold on to nothing but weak references."""
-        self._known = KnownValues()
-
-    def _guessed_result(self, func: Any, args: Any) -> Any:
-        self.guessed = True
-        if func is aten.nonzero.default:
-            source = args[0]
-            return source.new_empty((self._rows(source), source.dim()), dtype=torch.int64)
-        if func is aten.equal.default or func is aten.is_nonzero.default:
-            return self._guess
-        dtype = args[0].dtype
-        if dtype is torch.bool:
-            return self._guess
-        return 1.0 + self._fewer if dtype.is_floating_point else int(self._guess) + self._fewer
-
-    def _rows(self, source: torch.Tensor) -> int:
-        """How many elements of a mask are set: known, or as many as there could be."""
-        known = self._known.of(source)
-        if known is not None and known.dtype is torch.bool:
-            with no_dispatch():
-                return int(known.sum())
-        self.guessed = True
-        return max(source.numel() - self._fewer, 0)
-
-    def _guessed_shape(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Boolean indexing: as many rows as there could be."""
-        packet = func.overloadpacket
-        if packet is not aten.index:
-            self.guessed = True
-        if packet is aten.masked_select:
-            shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
-            return args[0].new_empty(max(shape.numel() - self._fewer, 0))
-        if packet is aten.index:
-            indices: list[Any] = []
-            for i in args[1]:
-                rows = i is not None and i.dtype is torch.bool
-                indices += [i.new_empty((self._rows(i),), dtype=torch.int64)] * i.dim() if rows else [i]
-            return func(args[0], indices, **kwargs)
-        if packet in (aten._unique2, aten.unique_consecutive, aten.unique_dim):
-            return self._guessed_unique(packet, args[0], args[1:], kwargs)
-        if packet is aten.bincount:
-            return args[0].new_empty(max(1, *(a for a in args[1:] if isinstance(a, int))) + self._fewer)
-        if packet is aten.repeat_interleave:
-            return args[0].new_empty(self._rows(args[0]))
-        if packet is aten._ctc_loss:  # the losses, and inner states for the longest target
-            scores, targets = args[:2]
-            longest = targets.shape[-1] if targets.dim() > 1 else targets.numel()
-            length, count = scores.shape[:2]
-            return scores.new_empty(count), scores.new_empty(count, length, 2 * longest + 1)
-        if packet is aten._pack_padded_sequence:  # all sequences are of full length; the longest is so at any rate
-            padded, lengths, batch_first = args
-            if batch_first:
-                padded = padded.transpose(0, 1)
-            rows = max(padded.shape[0] * padded.shape[1] - self._fewer, 0)
-            return padded.new_empty(rows, *padded.shape[2:]), lengths.new_empty(padded.shape[0])
-        return _on_zeros(func, args, kwargs, DynamicOutputShapeException(func))
-
-    def _guessed_unique(self, packet: Any, source: torch.Tensor, rest: Any, kwargs: Any) -> Any:
-        """All values differ: (values, inverse, counts)."""
-        along = rest[0] if packet is aten.unique_dim else kwargs.get("dim")
-        if packet is aten.unique_consecutive and len(rest) > 2:
-            along = rest[2]
-        shape = list(source.shape)
-        if along is None:
-            rows = self._rows(source)
-            inverse, counts = (source.new_empty(size, dtype=torch.int64) for size in (shape, [rows]))
-            return source.new_empty(rows), inverse, counts
-        rows = shape[along] = max(shape[along] - self._fewer, 0)
-        inverse = source.new_empty(source.shape[along], dtype=torch.int64)
-        return source.new_empty(shape), inverse, source.new_empty(rows, dtype=torch.int64)
-
-    def _count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        packet = func.overloadpacket
-        if func.namespace != "aten" or packet.__name__ in _FREE:
-            return
-        first = result[0] if isinstance(result, (tuple, list)) and result else result
-        if not isinstance(first, torch.Tensor):
-            return
-        out = first
-        formula = _FLOPS.get(packet)
-        flops = float(formula(*args, **kwargs, out_val=result)) if formula else 0.0
-        moved = out.numel() * out.element_size()
-        for arg in args:
-            if isinstance(arg, torch.Tensor):
-                moved += arg.numel() * arg.element_size()
-        rate = RATES.get(out.device.type, RATES["cuda"])
-        self.flops += flops
-        self.seconds += max(flops / rate.flops, moved / rate.bytes) + rate.launch
-
-
-def _as_fake(known: Any) -> Any:
-    """Fake tensors shaped as known ones; numbers as they are."""
-    return tree_map(lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype)
-                    if isinstance(t, torch.Tensor) else t, known)  # fmt: skip
-
-
-def _on_zeros(func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
-    """An operator whose kernel takes what its fake one refuses: run it for real, on zeros.
-
-    Raises:
-        error: the real kernel refuses it too.
-    """
-
-    def real(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).zero_()
-
-    try:
-        with no_dispatch():
-            a, k = tree_map(real, (args, kwargs))
-            result = func(*a, **k)
-    except Exception:
-        raise error from None
-    return tree_map(lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
-                    if isinstance(t, torch.Tensor) else t, result)  # fmt: skip
 
 
 class FakeRunner:
@@ -425,7 +155,7 @@ class FakeRunner:
         for const in tree.constants(spec):
             if const.opaque and not isinstance(const.value, torch.nn.Module):
                 snapshot.add(const.value)
-        watch = _Watch(guess, module is not None, fewer)
+        watch = Watch(guess, module is not None, fewer)
         count = CountMode(lambda: watch.random)
         saved: dict[int, int] = {}
         kept: set[int] = set()
@@ -469,7 +199,7 @@ class FakeRunner:
             watch.forget()
             for box in boxes:
                 box.clear()
-            leaks = (bool(watch.made) and _alive(watch.made)) or leaks
+            leaks = _alive(watch.made or []) or leaks
             return dataclasses.replace(outcome, leaks=True) if leaks else outcome
         finally:
             for box in boxes:  # an operation that saves its own result would keep it for ever
@@ -509,7 +239,7 @@ class FakeRunner:
         leaves: list[Any],
         fakes: list[Any],
         versions: list[int],
-        watch: _Watch,
+        watch: Watch,
         draws: int,
         saved: int,
     ) -> Outcome:

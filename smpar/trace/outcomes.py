@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from smpar.trace import tree
-from smpar.trace.fake import Cost, FakeRunner, NoSubclass, Outcome, meta_of
+from smpar.trace.fake import FakeRunner
+from smpar.trace.outcome import Cost, NoSubclass, Outcome, meta_of
 
 _POSITION_NAMES = {"layer_idx", "layer_id", "layer_index", "layer_number", "layer_num", "block_idx", "block_index",
                    "block_id", "layer_i", "depth_idx"}  # fmt: skip

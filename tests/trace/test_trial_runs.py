@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from smpar.trace import tree
-from smpar.trace.fake import FakeRunner, Out, Outcome
+from smpar.trace.fake import FakeRunner
+from smpar.trace.outcome import Out, Outcome
 
 
 def trial(fn: Any, *args: Any) -> Outcome:

@@ -1,0 +1,88 @@
+"""What is known of a tensor on every rank, and what is known of a call without its data."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import torch
+
+from smpar.trace import tree
+
+NoSubclass = torch._C.DisableTorchFunctionSubclass
+
+
+class Meta(NamedTuple):
+    """All that every rank knows of a tensor; ``stride`` in elements."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    def __str__(self) -> str:
+        gradient = " with gradient" if self.requires_grad else ""
+        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}{gradient}"
+
+    @property
+    def nbytes(self) -> int:
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+
+def meta_of(tensor: torch.Tensor) -> Meta:
+    """The metadata of any tensor, without going through an overridden ``__torch_function__``."""
+    with NoSubclass():
+        strided = tensor.layout is torch.strided
+        return Meta(
+            tuple(tensor.shape),
+            tuple(tensor.stride()) if strided else (),
+            tensor.dtype,
+            tensor.device,
+            tensor.requires_grad,
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cost:
+    """Counted cost of one call: floating-point operations and seconds of its forward, bytes kept for its backward."""
+
+    flops: float = 0.0
+    seconds: float = 0.0
+    saved: int = 0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.flops + other.flops, self.seconds + other.seconds, self.saved + other.saved)
+
+
+class Out(NamedTuple):
+    """A tensor that a call made (or wrote into): its metadata, and the inputs its gradient reaches."""
+
+    meta: Meta
+    reaches: frozenset[int]
+    shares: frozenset[int]  # inputs whose storage it views
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a call does, as far as can be known without data.
+
+    ``places`` says for each tensor of the result where it comes from: an ``Out``, or the index of
+    the input that it is. The last of them are ``attributes``, tensors that the unit leaves in its modules
+    (number of the module in ``unit.modules()``, name). ``written`` are inputs changed in place, each with its
+    state afterwards. ``leaks``: the unit hands tensors to the outside, by a forward hook or a list.
+    ``guessed``: it read data on its way; ``varies``: the shapes or the numbers of its result depend on them.
+    """
+
+    spec: tree.Spec
+    places: tuple[Out | int, ...]
+    attributes: tuple[tuple[int, str], ...]
+    written: tuple[tuple[int, Out], ...]
+    draws: int
+    random: bool
+    guessed: bool
+    cost: Cost
+    leaks: bool = False
+    varies: bool = False
+    mutates: bool = False  # it changes lists or dicts among its arguments; the result is (result, (args, kwargs)) then
+    borrowed: tuple[torch.nn.Parameter, ...] = ()  # parameters it uses that are neither its own nor arguments
