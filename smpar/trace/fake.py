@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import logging
 import weakref
@@ -23,6 +24,7 @@ from torch.utils.flop_counter import flop_registry
 
 from smpar.trace import tree
 from smpar.trace.draws import CountMode
+from smpar.trace.known import KnownValues
 
 aten = torch.ops.aten
 NoSubclass = torch._C.DisableTorchFunctionSubclass
@@ -86,7 +88,7 @@ class Outcome:
     ``places`` says for each tensor of the result where it comes from: an ``Out``, or the index of
     the input that it is. The last of them are ``attributes``, tensors that the unit leaves in its modules
     (number of the module in ``unit.modules()``, name). ``written`` are inputs changed in place, each with its
-    state afterwards. ``leaks``: a forward hook in the unit hands tensors to the outside.
+    state afterwards. ``leaks``: the unit hands tensors to the outside, by a forward hook or a list.
     ``guessed``: it read data on its way; ``varies``: the shapes or the numbers of its result depend on them.
     """
 
@@ -134,6 +136,9 @@ _FREE = {"view", "_unsafe_view", "detach", "alias", "expand", "permute", "transp
          "unsqueeze", "squeeze", "as_strided", "split", "unbind", "empty", "empty_strided", "empty_like"}  # fmt: skip
 
 
+_Cached = type(functools.lru_cache(len))
+
+
 class _Watch(TorchDispatchMode):
     """Counts costs and random operators; answers what only data could tell with a guess."""
 
@@ -143,9 +148,10 @@ class _Watch(TorchDispatchMode):
         self.flops = self.seconds = 0.0
         self.random = 0
         self.guessed = False
-        self.made: list[weakref.ref[torch.Tensor]] | None = [] if follow else None
+        self.made: list[weakref.ref[torch.Tensor]] | None = [] if follow else None  # every tensor so far
         self.borrowed: dict[int, torch.nn.Parameter] = {}
         self._guess = guess
+        self._known = KnownValues()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -153,21 +159,26 @@ class _Watch(TorchDispatchMode):
             for tensor in arg if isinstance(arg, (list, tuple)) else (arg,):
                 if isinstance(tensor, torch.nn.Parameter) and not isinstance(tensor, FakeTensor):
                     self.borrowed[id(tensor)] = tensor
+        known = self._known.apply(func, args, kwargs)
         if func in _GUESSED:
-            return self._guessed_result(func, args)
+            return self._guessed_result(func, args) if known is None else _as_fake(known)
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.random += 1
         try:
             result = func(*args, **kwargs)
         except DynamicOutputShapeException:
-            self.guessed = True
-            result = self._guessed_shape(func, args, kwargs)
+            result = self._guessed_shape(func, args, kwargs) if known is None else _as_fake(known)
         except (RuntimeError, NotImplementedError) as error:
             result = _on_zeros(func, args, kwargs, error)
+        self._known.note(result, known)
         self._count(func, args, kwargs, result)
         if self.made is not None:
             self.made += [weakref.ref(t) for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
         return result
+
+    def forget(self) -> None:
+        """Hold on to nothing but weak references."""
+        self._known = KnownValues()
 
     def _guessed_result(self, func: Any, args: Any) -> Any:
         self.guessed = True
@@ -182,11 +193,19 @@ class _Watch(TorchDispatchMode):
         return 1.0 + self._fewer if dtype.is_floating_point else int(self._guess) + self._fewer
 
     def _rows(self, source: torch.Tensor) -> int:
+        """How many elements of a mask are set: known, or as many as there could be."""
+        known = self._known.of(source)
+        if known is not None and known.dtype is torch.bool:
+            with no_dispatch():
+                return int(known.sum())
+        self.guessed = True
         return max(source.numel() - self._fewer, 0)
 
     def _guessed_shape(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Boolean indexing: as many rows as there could be."""
         packet = func.overloadpacket
+        if packet is not aten.index:
+            self.guessed = True
         if packet is aten.masked_select:
             shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
             return args[0].new_empty(max(shape.numel() - self._fewer, 0))
@@ -202,6 +221,17 @@ class _Watch(TorchDispatchMode):
             return args[0].new_empty(max(1, *(a for a in args[1:] if isinstance(a, int))) + self._fewer)
         if packet is aten.repeat_interleave:
             return args[0].new_empty(self._rows(args[0]))
+        if packet is aten._ctc_loss:  # the losses, and inner states for the longest target
+            scores, targets = args[:2]
+            longest = targets.shape[-1] if targets.dim() > 1 else targets.numel()
+            length, count = scores.shape[:2]
+            return scores.new_empty(count), scores.new_empty(count, length, 2 * longest + 1)
+        if packet is aten._pack_padded_sequence:  # all sequences are of full length; the longest is so at any rate
+            padded, lengths, batch_first = args
+            if batch_first:
+                padded = padded.transpose(0, 1)
+            rows = max(padded.shape[0] * padded.shape[1] - self._fewer, 0)
+            return padded.new_empty(rows, *padded.shape[2:]), lengths.new_empty(padded.shape[0])
         return _on_zeros(func, args, kwargs, DynamicOutputShapeException(func))
 
     def _guessed_unique(self, packet: Any, source: torch.Tensor, rest: Any, kwargs: Any) -> Any:
@@ -235,6 +265,12 @@ class _Watch(TorchDispatchMode):
         rate = RATES.get(out.device.type, RATES["cuda"])
         self.flops += flops
         self.seconds += max(flops / rate.flops, moved / rate.bytes) + rate.launch
+
+
+def _as_fake(known: Any) -> Any:
+    """Fake tensors shaped as known ones; numbers as they are."""
+    return tree_map(lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype)
+                    if isinstance(t, torch.Tensor) else t, known)  # fmt: skip
 
 
 def _on_zeros(func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
@@ -291,10 +327,13 @@ class FakeRunner:
         return found
 
     @contextlib.contextmanager
-    def _twinned(self, module: torch.nn.Module) -> Iterator[Callable[[], list[tuple[int, str, torch.Tensor]]]]:
+    def _twinned(
+        self, module: torch.nn.Module
+    ) -> Iterator[tuple[Callable[[], list[tuple[int, str, torch.Tensor]]], Callable[[], bool]]]:
         """Swap a module's parameters and buffers for fresh fake twins; attributes changed meanwhile are put back.
 
-        Gives a function that lists the tensors set as attributes so far.
+        Gives two functions: one lists the tensors set as attributes so far, one says whether lists or dicts among
+        the attributes got any.
         """
         snapshot = tree.Snapshot()
         modules = list(module.modules())
@@ -316,12 +355,16 @@ class FakeRunner:
                             fresh[id(b)] = self.twin(b).clone()
                         m._buffers[name] = fresh[id(b)]
             before = [{k: v for k, v in m.__dict__.items() if isinstance(v, torch.Tensor)} for m in modules]
-            yield lambda: [
-                (i, name, value)
-                for i, (m, old) in enumerate(zip(modules, before, strict=True))
-                for name, value in m.__dict__.items()
-                if isinstance(value, FakeTensor) and old.get(name) is not value
-            ]
+            swapped = {id(d) for m in modules for d in (m._parameters, m._buffers)}
+            yield (
+                lambda: [
+                    (i, name, value)
+                    for i, (m, old) in enumerate(zip(modules, before, strict=True))
+                    for name, value in m.__dict__.items()
+                    if isinstance(value, FakeTensor) and old.get(name) is not value
+                ],
+                lambda: snapshot.gained(FakeTensor, swapped),
+            )
         finally:
             for tensors, name, tensor in native:
                 tensors[name] = tensor
@@ -382,35 +425,38 @@ class FakeRunner:
         for const in tree.constants(spec):
             if const.opaque and not isinstance(const.value, torch.nn.Module):
                 snapshot.add(const.value)
-        hooked = module is not None and any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
-        watch = _Watch(guess, hooked, fewer)
+        watch = _Watch(guess, module is not None, fewer)
         count = CountMode(lambda: watch.random)
         saved: dict[int, int] = {}
         kept: set[int] = set()
 
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
+        boxes: list[list[torch.Tensor]] = []
+
+        def pack(tensor: torch.Tensor) -> list[torch.Tensor]:
             storage = tensor.untyped_storage()
             if storage._cdata not in kept:
                 saved[storage._cdata] = storage.nbytes()
-            return tensor
+            boxes.append([tensor])
+            return boxes[-1]
 
         quiet = logging.getLogger("torch._subclasses.fake_tensor")  # a refused operation is no news here
         was_disabled, quiet.disabled = quiet.disabled, True
         try:
             with contextlib.ExitStack() as stack:
                 left: Callable[[], list[tuple[int, str, torch.Tensor]]] = list
+                filled: Callable[[], bool] = bool
                 if module is not None:
-                    left = stack.enter_context(self._twinned(module))
+                    left, filled = stack.enter_context(self._twinned(module))
                     kept.update(self.twin(p).untyped_storage()._cdata for p in module.parameters())
                 stack.enter_context(self.mode)
                 leaves, fakes = self._fakes(given)
                 versions = [f._version for f in fakes]
                 stack.enter_context(watch)
                 stack.enter_context(count)
-                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t))
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda box: box[0]))
                 a, k = tree.unflatten(spec, fakes)
                 result = fn(*a, **k)
-                attributes = left()
+                attributes, leaks = left(), filled()
             mutates = _mutated(spec, fakes, (a, k))
             if mutates:
                 result = result, (a, k)
@@ -420,8 +466,14 @@ class FakeRunner:
             outcome = dataclasses.replace(outcome, mutates=mutates)
             del result, attributes, leaves, fakes, a, k, left
             snapshot.restore()
-            return dataclasses.replace(outcome, leaks=True) if watch.made and _alive(watch.made) else outcome
+            watch.forget()
+            for box in boxes:
+                box.clear()
+            leaks = (bool(watch.made) and _alive(watch.made)) or leaks
+            return dataclasses.replace(outcome, leaks=True) if leaks else outcome
         finally:
+            for box in boxes:  # an operation that saves its own result would keep it for ever
+                box.clear()
             quiet.disabled = was_disabled
             snapshot.restore()
 
@@ -440,6 +492,10 @@ class FakeRunner:
                     leaf.requires_grad_(True)
                     with torch.enable_grad():
                         fake = leaf.clone()
+                        if fake.stride() != meta.stride:  # a clone fills the gaps of a view
+                            leaf = torch.empty(leaf.untyped_storage().nbytes() // leaf.element_size(),
+                                               dtype=meta.dtype, device=device, requires_grad=True)  # fmt: skip
+                            fake = leaf.clone().as_strided(meta.shape, meta.stride)
                 made[id(tensor)] = leaf, fake
             leaf, fake = made[id(tensor)]
             leaves.append(leaf)
@@ -491,11 +547,24 @@ class FakeRunner:
 
 
 def _alive(made: list[weakref.ref[torch.Tensor]]) -> bool:
-    """Whether any of these tensors is still held by somebody."""
+    """Whether any of these tensors is still held by somebody; caches (``functools.lru_cache``) are made to let go."""
     if not any(ref() is not None for ref in made):
         return False
     gc.collect()
+    _uncache([t for ref in made if (t := ref()) is not None])
     return any(ref() is not None for ref in made)
+
+
+def _uncache(values: list[Any], depth: int = 1) -> None:
+    """Empty the function caches that hold values, themselves or in a tuple: they must not meet real data."""
+    if not values:
+        return
+    holders = gc.get_referrers(*values)  # one walk over all objects
+    for holder in holders:
+        if isinstance(holder, _Cached):
+            holder.cache_clear()
+    if depth:
+        _uncache([h for h in holders if type(h) is tuple], depth - 1)
 
 
 def _mutated(spec: tree.Spec, given: list[torch.Tensor], arguments: Any) -> bool:

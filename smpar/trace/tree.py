@@ -117,13 +117,13 @@ def _parts(value: Any) -> tuple[Any, list[Any], Any] | None:
     entry = _pytree.SUPPORTED_NODES.get(cls)
     if entry is not None:
         children, context = entry.flatten_fn(value)
-        return _HashableContext(context), list(children), value
+        return _HashableContext(context), list(children), None
     if cls is set or isinstance(value, (torch.Size, frozenset)):
         return None
     if isinstance(value, dict):
         return tuple(value), list(value.values()), value
     if isinstance(value, (tuple, list)):
-        return None, list(value), value
+        return None, list(value), None
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = tuple(f.name for f in dataclasses.fields(value) if hasattr(value, f.name))
         return names, [getattr(value, name) for name in names], value
@@ -167,6 +167,11 @@ def _build(cls: type, aux: Any, children: list[Any], template: Any) -> Any:
     return made
 
 
+def _hollow(aux: Any, children: list[Any], template: Any) -> Any:
+    """A copy without its contents: specs are kept for long, tensors must not be."""
+    return _build(type(template), aux, [None] * len(children), template)
+
+
 def flatten(value: Any, leaves: list[Tensor]) -> Spec:
     """Append the tensors of ``value`` to ``leaves``, left to right; return its hashable spec."""
     if isinstance(value, Tensor):
@@ -176,7 +181,8 @@ def flatten(value: Any, leaves: list[Tensor]) -> Spec:
     if parts is None:
         return Const(value)
     aux, children, template = parts
-    return Node(type(value), aux, tuple(flatten(child, leaves) for child in children), template)
+    spec = tuple(flatten(child, leaves) for child in children)
+    return Node(type(value), aux, spec, None if template is None else _hollow(aux, children, template))
 
 
 def unflatten(spec: Spec, leaves: list[Any]) -> Any:
@@ -298,6 +304,22 @@ class Snapshot:
                     self.add(item, 1 if isinstance(obj, torch.nn.Module) else depth - 1)
                 elif not isinstance(obj, torch.nn.Module):
                     self.add(item, depth - 1)
+
+    def gained(self, kind: type, aside: set[int]) -> bool:
+        """Whether a list or dict among the objects' attributes got a value of this type that it had not before.
+
+        Args:
+            aside: ids of lists and dicts that do not count.
+        """
+        for key, (obj, saved) in self._saved.items():
+            if key not in aside and type(obj) in (list, dict):
+                now = obj.values() if isinstance(obj, dict) else obj
+                fresh = [v for v in now if isinstance(v, kind)]
+                if fresh:
+                    before = {id(v) for v in (saved.values() if isinstance(saved, dict) else saved)}
+                    if any(id(v) not in before for v in fresh):
+                        return True
+        return False
 
     def restore(self) -> None:
         for obj, saved in self._saved.values():

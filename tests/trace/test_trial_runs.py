@@ -1,0 +1,148 @@
+"""What a trial run under fake tensors finds out, and that it leaves nothing behind."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from smpar.trace import tree
+from smpar.trace.fake import FakeRunner, Out, Outcome
+
+
+def trial(fn: Any, *args: Any) -> Outcome:
+    module = fn if isinstance(fn, nn.Module) else None
+    return FakeRunner(torch.device("cpu")).evaluate(fn, args, {}, module)
+
+
+def shapes(outcome: Outcome) -> list[tuple[int, ...]]:
+    return [place.meta.shape for place in outcome.places if isinstance(place, Out)]
+
+
+# ---- values that depend on shapes only -------------------------------------------------------------------------
+
+
+def _divided(x: Tensor) -> Tensor:
+    return x.view(x.size(0), torch.div(x.size(1), 2, rounding_mode="trunc"), 2)  # type: ignore[call-overload]
+
+
+def _root(x: Tensor) -> Tensor:
+    return x[:, : int(torch.tensor(x.size(1)).float().sqrt().floor())]
+
+
+def _sliced(x: Tensor) -> Tensor:
+    positions = torch.arange(x.size(1))
+    return x[:, positions % 3 == 0] + x[:, (positions % 3 == 0).nonzero()[:, 0]]
+
+
+def _written(x: Tensor) -> Tensor:
+    sizes = torch.zeros(3, dtype=torch.long)
+    sizes[1:].fill_(2)
+    return x[:, : sum(sizes.tolist())]
+
+
+@pytest.mark.parametrize("fn", [_divided, _root, _sliced, _written])
+def test_values_that_follow_from_shapes_are_known(fn: Any, seed: int) -> None:
+    x = torch.randn(2, 2 * random.Random(seed).randrange(4, 40))
+    outcome = trial(fn, x)
+    assert not outcome.guessed
+    assert shapes(outcome) == [tuple(fn(x).shape)]
+
+
+def test_values_that_data_were_written_into_are_unknown() -> None:
+    def fn(x: Tensor) -> int:
+        sizes = torch.zeros(3)
+        tail = sizes[1:]
+        sizes.copy_(x)
+        return int(tail.sum())
+
+    assert trial(fn, torch.ones(3)).guessed
+
+
+# ---- the layout of arguments -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_view_with_gaps_is_copied_by_contiguous(grad: bool) -> None:
+    x = torch.randn(4, 5, 2, requires_grad=grad)[..., 0]
+    (place,) = trial(torch.Tensor.contiguous, x).places
+    assert isinstance(place, Out)
+    assert place.reaches == (frozenset({0}) if grad else frozenset())
+
+
+# ---- nothing is left behind ------------------------------------------------------------------------------------
+
+
+@functools.lru_cache
+def _table(size: int) -> Tensor:
+    return torch.arange(size).float()
+
+
+class Caching(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + _table(x.size(-1)).softmax(-1)
+
+
+def test_function_caches_keep_no_fake_tensors() -> None:
+    module, x = Caching(), torch.randn(2, 6)
+    _table.cache_clear()
+    trial(module, x)
+    assert torch.equal(module(x), x + torch.arange(6).float().softmax(-1))
+
+
+class Telling(nn.Module):
+    """Puts a tensor into somebody else's list."""
+
+    def __init__(self, to: list[Tensor]) -> None:
+        super().__init__()
+        self.inner, self.to = nn.Linear(6, 6), to
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        self.to.append(x.mean())
+        return x
+
+
+def test_a_list_that_gets_tensors_is_noticed_and_put_back() -> None:
+    told: list[Tensor] = []
+    assert trial(Telling(told), torch.randn(2, 6)).leaks
+    assert told == []
+    assert not trial(nn.Sequential(nn.Linear(6, 6), nn.Softmax(-1)), torch.randn(2, 6)).leaks
+
+
+def test_specs_keep_no_tensors() -> None:
+    transformers = pytest.importorskip("transformers")
+    output = transformers.modeling_outputs.BaseModelOutput(last_hidden_state=torch.randn(3))
+    spec = tree.flatten(output, [])
+    gc.collect()
+    made = tree.unflatten(spec, [torch.ones(3)])
+    assert torch.equal(made.last_hidden_state, torch.ones(3))
+    assert type(made) is type(output)
+    assert not any(isinstance(value, Tensor) for value in vars(spec.template or nn.Module()).values())
+
+
+# ---- operators that need data for their shapes -----------------------------------------------------------------
+
+
+def test_ctc_loss_gives_one_number_per_sample() -> None:
+    def fn(scores: Tensor, targets: Tensor, lengths: Tensor) -> Tensor:
+        return nn.functional.ctc_loss(scores, targets, torch.full((3,), 9), lengths, reduction="none")
+
+    scores = torch.randn(9, 3, 5, requires_grad=True).log_softmax(-1)
+    outcome = trial(fn, scores, torch.ones(3, 2, dtype=torch.long), torch.tensor([1, 2, 2]))
+    assert shapes(outcome) == [(3,)]
+    assert not outcome.varies
+
+
+def test_packed_sequences_vary() -> None:
+    def fn(x: Tensor, lengths: Tensor) -> Any:
+        return nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+
+    outcome = trial(fn, torch.randn(3, 5, 4), torch.tensor([5, 1, 3]))
+    assert outcome.varies
+    assert shapes(outcome)[:2] == [(15, 4), (5,)]
