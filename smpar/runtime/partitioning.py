@@ -215,9 +215,10 @@ def _search(
 
 
 def expose(leaky: set[nn.Module], opened: set[nn.Module], glue_hooks: set[nn.Module], whole: set[nn.Module]) -> bool:
-    """Bring forward hooks that hand tensors to the outside into glue; says whether there was one to bring.
+    """Bring code that hands tensors to the outside into glue; says whether there was some to bring.
 
-    A unit that has such hooks inside is opened; one that has them itself gets them called in glue.
+    A unit that has such hooks inside is opened; one that has them itself gets them called in glue. One without hooks
+    puts tensors into a list or dict of somebody else: it is opened, too.
     """
     fresh = [u for u in leaky if u not in opened and u not in glue_hooks]
     leaky.clear()
@@ -227,8 +228,11 @@ def expose(leaky: set[nn.Module], opened: set[nn.Module], glue_hooks: set[nn.Mod
             if unit not in whole:
                 opened.add(unit)
                 found = True
-        else:
+        elif unit._forward_hooks or unit._forward_pre_hooks:
             glue_hooks.add(unit)
+            found = True
+        elif unit not in whole and may_open(unit):
+            opened.add(unit)
             found = True
     return found
 

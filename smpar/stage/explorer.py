@@ -58,7 +58,7 @@ class Explorer(Run):
 
     def _operation_event(self, func: Any, args: Any, kwargs: Any, leaves: list[Any], spec: tree.Spec) -> Event:
         outcome = self.outcomes.of_operation(func, leaves, spec)
-        if outcome.guessed and self.wire is None:
+        if outcome.varies and self.wire is None:
             raise ValueNeeded(f"{self.layout.name(func)} gives a shape that depends on data")
         operands = [t for t in leaves if type(t) is StageTensor]
         homes = [t.home for t in operands if t.parameter is None]

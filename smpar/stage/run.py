@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
@@ -364,6 +365,8 @@ class Run(abc.ABC):
         for value, place in zip(values, outcome.places, strict=True):
             if isinstance(place, Out):
                 meta = place.meta
+                if isinstance(value, FakeTensor):
+                    raise UnitMismatch(self.layout.name(event.target), "data", "what a cache kept of its trace")
                 if value.shape != meta.shape or value.dtype != meta.dtype or value.requires_grad != meta.requires_grad:
                     raise UnitMismatch(self.layout.name(event.target), str(meta), str(meta_of(value)))
             elif value is not reals[place]:
