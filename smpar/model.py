@@ -27,8 +27,9 @@ PARTIAL = "_smp_is_partial"
 class DistributedModel(nn.Module):
     """Wraps a module for training with ``smpar.step``. The module itself stays as it is.
 
-    The partition happens at the first step (at once if the pipeline degree is 1). Parameters are broadcast from
-    data-parallel rank 0. Arguments are those of SMP; those that only tune SMP's own engine are accepted.
+    The partition happens at the first step (at once if the pipeline degree is 1); each rank then gives up the
+    parameters of other stages. Parameters are broadcast from data-parallel rank 0, and moved to the rank's GPU where
+    there is one. Arguments are those of SMP; those that only tune SMP's own engine are accepted.
 
     Args:
         module: any ``nn.Module``, the same on all ranks.

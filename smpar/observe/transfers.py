@@ -35,13 +35,19 @@ class StageChannels:
         self._channels = channels
         self._ranks = world.group("pp")
         self._rank = world.rank
+        self._device = world.device
         self._spans = spans
         self._sent = [0] * len(self._ranks)
         self._received = [0] * len(self._ranks)
 
     def post_recv(self, src: int, tensor: torch.Tensor, about: Message | None = None) -> _Pending:
         """Start the next receive from stage ``src``; ``about`` is what it will be called."""
-        pending = self._channels.post_recv(self._ranks[src], tensor)
+        pending: _Pending
+        if tensor.device.type == self._device.type:
+            pending = self._channels.post_recv(self._ranks[src], tensor)
+        else:
+            staged = torch.empty_like(tensor, device=self._device)
+            pending = _Staged(self._channels.post_recv(self._ranks[src], staged), staged, tensor)
         number = self._received[src]
         self._received[src] = number + 1
         if not self._spans.on:
@@ -52,6 +58,7 @@ class StageChannels:
 
     def send(self, dst: int, tensor: torch.Tensor) -> None:
         """Start the next send to stage ``dst``."""
+        tensor = tensor.to(self._device)  # small messages about a program are made on the CPU
         number = self._sent[dst]
         self._sent[dst] = number + 1
         peer = self._ranks[dst]
@@ -66,6 +73,19 @@ class StageChannels:
         """Wait until all sends are received."""
         with self._spans.wait("wait for sends to be received"):
             self._channels.finish()
+
+
+class _Staged:
+    """A receive into memory of the device that the channel needs, then copied to where it was asked for."""
+
+    __slots__ = ("_into", "_pending", "_staged")
+
+    def __init__(self, pending: _Pending, staged: torch.Tensor, into: torch.Tensor) -> None:
+        self._pending, self._staged, self._into = pending, staged, into
+
+    def wait(self) -> None:
+        self._pending.wait()
+        self._into.copy_(self._staged)
 
 
 class _Watched:
