@@ -58,6 +58,8 @@ class DistributedModel(nn.Module):
             raise ModelError("DistributedModel of a DistributedModel")
         now = runtime()
         check_pins(module, now.world.axis_size("pp"))
+        if now.world.device.type == "cuda" and not any(p.is_meta for p in module.parameters()):
+            module.to(now.world.device)
         self.module = module
         self.average_grads = average_grads_across_microbatches
         self.pipeline: Pipeline | None = None
