@@ -175,14 +175,6 @@ class UnitMismatch(StepError):
     )
 
 
-class LateParameter(StepError):
-    """A parameter is used on a stage that gave it up when the model was partitioned."""
-
-    RULE = "which stages read a parameter outside of its module is settled by the first step"
-    FOUND = "{} is read on stage {}, but only stages {} hold it"
-    FIX = "let the first step read it too, or put the code that reads it into the parameter's own module"
-
-
 class GradientSurprise(StepError):
     """A gradient appeared where tracing saw no way for it."""
 

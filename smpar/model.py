@@ -17,6 +17,7 @@ from smpar.runtime.partitioning import check_pins
 from smpar.runtime.partitioning import set_partition as pin
 from smpar.runtime.pipeline import Pipeline
 from smpar.runtime.wholes import gather_state
+from smpar.stage.layout import Late
 from smpar.stage.tensor import StageTensor, active
 
 log = logging.getLogger("smpar")
@@ -71,6 +72,7 @@ class DistributedModel(nn.Module):
         if world.axis_size("pp") > 1:
             self.pipeline = Pipeline(module, now.config, world, now.spans, measure=trace_execution_times)
             self.pipeline.after_partition.append(self._partition_done)
+            self.pipeline.after_hand_over.append(self._handed_over)
         now.adopt_model(self)
         if self.pipeline is None:
             self._partition_done()
@@ -206,6 +208,11 @@ class DistributedModel(nn.Module):
         for hook in now.post_partition:
             hook(self, now.optimizer)
         now.post_partition.clear()
+
+    def _handed_over(self, late: list[Late]) -> None:
+        optimizer = runtime().optimizer
+        if optimizer is not None:
+            optimizer.take_over(self, late)
 
     # -- state ----------------------------------------------------------------------------------
 

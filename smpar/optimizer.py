@@ -8,9 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from smpar.comm.messages import CommGroup, allgather
 from smpar.errors import ModelError
 from smpar.model import DistributedModel
 from smpar.runtime.core import runtime
+from smpar.stage.layout import Late
 
 PARTIAL = "_smp_is_partial"
 
@@ -112,6 +114,27 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if id(p) not in mine:
                 del self.optimizer.state[p]
 
+    def take_over(self, model: DistributedModel, late: list[Late]) -> None:
+        """Hold parameters that this rank has come to hold, with the state that their owners have for them.
+
+        All ranks of a pipeline call it together.
+        """
+        pipeline = model.pipeline
+        assert pipeline is not None
+        numbers = self._numbers()
+        mine = {
+            numbers[id(one.parameter)]: self.optimizer.state[one.parameter]
+            for one in late
+            if id(one.parameter) in numbers and one.owner == pipeline.stage and one.parameter in self.optimizer.state
+        }
+        states = {number: state for part in allgather(mine, CommGroup.PP_GROUP) for number, state in part.items()}
+        for group, order in zip(self.optimizer.param_groups, self._order, strict=True):
+            group["params"] = [p for p in order if pipeline.holds(p)]
+        for one in late:
+            number = numbers.get(id(one.parameter))
+            if one.stage == pipeline.stage and number in states:
+                self.optimizer.state[one.parameter] = states[number]
+
     def _numbers(self) -> dict[int, int]:
         numbers: dict[int, int] = {}
         for group in self._order:
@@ -135,8 +158,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         local.pop(PARTIAL)
         if not _pipelined():
             return local
-        from smpar.comm.messages import CommGroup, allgather
-
         now = runtime()
         pipeline = now.model.pipeline
         assert pipeline is not None

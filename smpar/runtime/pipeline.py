@@ -27,10 +27,10 @@ from smpar.runtime.measure import Measurer
 from smpar.runtime.partitioning import Goal, Partitioned, make_layout
 from smpar.runtime.planning import explore
 from smpar.runtime.reduction import average_replicas, own_gradients, sum_tied
-from smpar.runtime.wires import buffer_for, pack
+from smpar.runtime.wires import buffer_for, pack, receive, send
 from smpar.schedule import make_schedule
 from smpar.stage.explorer import ValueNeeded
-from smpar.stage.layout import Layout
+from smpar.stage.layout import Late, Layout
 from smpar.stage.record import MicrobatchProgram
 from smpar.stage.special import patched
 from smpar.stage.split import Batch
@@ -118,6 +118,7 @@ class Pipeline:
         self.in_order: tuple[MicrobatchProgram, ...] = ()  # what the last step's microbatches did without a timetable
         self.tracing = False
         self.after_partition: list[Callable[[], None]] = []
+        self.after_hand_over: list[Callable[[list[Late]], None]] = []
         self._programs: _Recent = _Recent()
         self._signatures: _Recent = _Recent()  # of a step's arguments -> of its microbatches
         self._timetables: _Recent = _Recent()
@@ -205,6 +206,7 @@ class Pipeline:
         programs = None if not self.config.static_mode else self._plan(fn, batch, look)
         if not known and self.config.static_mode:
             self._agree_programs(programs)
+        self._hand_over()
         if programs is not None:
             self._close()
         executor = Executor(self.layout, self.channels, self.stage, self.spans)
@@ -223,6 +225,7 @@ class Pipeline:
                 with self.spans.phase("reduce gradients"):
                     self._reduce()
         self._close()
+        self._hand_over()
         with self.spans.phase("share results"):
             whole = self._share(results)
         self.channels.finish()
@@ -348,6 +351,25 @@ class Pipeline:
                     p.grad = None
         for hook in self.after_partition:
             hook()
+
+    def _hand_over(self) -> None:
+        """Give parameters to stages that have come to need them, and let the optimizer know."""
+        late, self.layout.late = self.layout.late, []
+        if not late:
+            return
+        self._shared = None
+        with torch.no_grad():
+            for one in late:
+                if one.has_value:
+                    continue
+                parameter, owner, stage = one.parameter, one.owner, one.stage
+                meta = self.outcomes.runner.layout_of(parameter)
+                if self.stage == owner:
+                    send(self.channels, stage, parameter, meta)
+                elif self.stage == stage:
+                    parameter.data = receive(self.channels, owner, meta)
+        for hook in self.after_hand_over:
+            hook(late)
 
     def _shared_parameters(self) -> list[nn.Parameter]:
         """Parameters of this rank whose gradients other ranks have a part in."""

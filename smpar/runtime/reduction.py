@@ -118,7 +118,4 @@ def _reduce(bucket: list[torch.nn.Parameter], group: dist.ProcessGroup, size: in
     dist.all_reduce(flat, group=group)
     flat /= size
     for p, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
-        if p.grad is None or p.grad.layout is not torch.strided:
-            p.grad = part.view_as(p).clone()
-        else:
-            p.grad.copy_(part.view_as(p))
+        p.grad = part.view_as(p)  # a new tensor: the old one may still be on its way to another stage

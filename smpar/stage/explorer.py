@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from smpar.errors import LateParameter, UnitMismatch, WriteIntoReplicated
+from smpar.errors import UnitMismatch, WriteIntoReplicated
 from smpar.stage import special
-from smpar.stage.layout import Layout
+from smpar.stage.layout import Late, Layout
 from smpar.stage.record import Backward, Event, MicrobatchProgram, Recorder, direct_meta
 from smpar.stage.run import Run, Wire
 from smpar.stage.tensor import StageTensor, shared
@@ -111,9 +111,21 @@ class Explorer(Run):
         holders = self.layout.holders[id(parameter)]
         if stage not in holders:
             if self.layout.closed:
-                raise LateParameter(self.layout.parameter_names.get(id(parameter), "?"), stage, sorted(holders))
+                owner = self.layout.parameter_home[id(parameter)]
+                self.layout.late.append(Late(parameter, owner, stage, has_value=self.wire is not None))
+                if self.wire is not None:  # it is needed at once
+                    self._hand_over(parameter, owner, stage)
             holders.add(stage)
-            self.layout.parameter_home[id(parameter)] = min(holders)
+            if not self.layout.closed:
+                self.layout.parameter_home[id(parameter)] = min(holders)
+
+    def _hand_over(self, parameter: nn.Parameter, owner: int, stage: int) -> None:
+        assert self.wire is not None
+        meta = self.outcomes.runner.layout_of(parameter)
+        if self.stage == owner:
+            self.wire.send(stage, parameter.data, meta)
+        elif self.stage == stage:
+            parameter.data = self.wire.receive(owner, -1, meta)
 
     def _enter_segment(self, segment: int) -> None:
         pass
@@ -129,6 +141,9 @@ class Explorer(Run):
 
     def _flow_index(self, ident: int, segment: int) -> int:
         return self.record.flow_index(ident, segment)
+
+    def _rewritten(self, flow: int) -> bool:
+        return True
 
     def _stage_of(self, segment: int) -> int:
         return self.record.segment_stage[segment]

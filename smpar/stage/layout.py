@@ -9,6 +9,16 @@ import torch
 from torch import nn
 
 
+@dataclasses.dataclass(frozen=True)
+class Late:
+    """A parameter that glue first reads on ``stage`` after the stages gave up what they do not hold."""
+
+    parameter: nn.Parameter
+    owner: int
+    stage: int
+    has_value: bool
+
+
 @dataclasses.dataclass(eq=False)
 class Layout:
     """The partition of one model.
@@ -27,6 +37,7 @@ class Layout:
     attributes: dict[nn.Module, set[str]]  # tensors that units leave in their modules, for glue to read
     glue_hooks: set[nn.Module]  # units whose forward hooks run in glue
     hooks: dict[nn.Module, tuple[Any, Any]] = dataclasses.field(default_factory=dict)  # theirs, while a step runs
+    late: list[Late] = dataclasses.field(default_factory=list)  # to be handed over
     closed: bool = False  # parameters live only with their holders now
 
     @classmethod

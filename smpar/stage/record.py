@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from smpar.schedule.program import Flow, Program, Segment
@@ -187,6 +187,11 @@ class MicrobatchProgram:
         return tuple(isinstance(e, Event) and e.quiet for e in self.events)
 
     @functools.cached_property
+    def rewritten(self) -> frozenset[int]:
+        """Flows whose tensor is written in place at its home after it was sent: what travels must be a copy."""
+        return frozenset(_rewritten(self.events, self.shape.flows, self.stages))
+
+    @functools.cached_property
     def stages(self) -> tuple[int, ...]:
         """Segment -> stage."""
         return tuple(s.stage for s in self.shape.segments)
@@ -223,6 +228,31 @@ class MicrobatchProgram:
             tuple(s.stage for s in self.shape.segments),
             tuple((f.source, f.target, f.producer, f.forward) for f in self.shape.flows),
         )
+
+
+def _rewritten(events: Sequence[Event | Backward], flows: Sequence[Flow], stages: Sequence[int]) -> Iterator[int]:
+    memory: dict[int, int] = {}  # tensor -> a number for the memory that it shares with others
+
+    def number(ident: int) -> int:
+        return memory.setdefault(ident, ident)
+
+    last_write: dict[tuple[int, int], int] = {}  # (memory, stage) -> the last event that writes it there
+    sent: dict[int, int] = {}
+    for at, event in enumerate(events):
+        if isinstance(event, Backward):
+            continue
+        sent |= dict.fromkeys(event.flows, at)
+        for ident, place in zip(event.outputs, event.outcome.places, strict=True):
+            if ident is not None and isinstance(place, Out):
+                shared = [i for index in place.shares if (i := event.inputs[index]) is not None]
+                memory[ident] = number(shared[0]) if shared else ident
+        for ident, (index, _) in zip(event.written, event.outcome.written, strict=True):
+            source = event.inputs[index]
+            memory[ident] = ident if source is None else number(source)
+            last_write[memory[ident], event.stage] = at
+    for index, flow in enumerate(flows):
+        if index in sent and last_write.get((number(flow.tensor), stages[flow.producer]), -1) > sent[index]:
+            yield index
 
 
 def _grouped(pairs: Iterable[tuple[int, int]]) -> dict[int, tuple[int, ...]]:

@@ -173,6 +173,9 @@ class Replay(Run):
     def _flow_index(self, ident: int, segment: int) -> int:
         return self.program.arrivals[ident, self.stage]
 
+    def _rewritten(self, flow: int) -> bool:
+        return flow in self.program.rewritten
+
     def _stage_of(self, segment: int) -> int:
         return self.program.stages[segment]
 

@@ -131,6 +131,10 @@ class Run(abc.ABC):
         """Flow ``index`` (tensor, source, producer, target, forward)."""
 
     @abc.abstractmethod
+    def _rewritten(self, flow: int) -> bool:
+        """Whether the flow's tensor may be written in place after it was sent."""
+
+    @abc.abstractmethod
     def _stage_of(self, segment: int) -> int: ...
 
     @abc.abstractmethod
@@ -286,6 +290,9 @@ class Run(abc.ABC):
         target = self._stage_of(flow.target)
         if flow.forward and target != self.stage:
             assert self.wire is not None
+            # Sending takes its time; what may be written meanwhile, in glue or as a module's buffer, is copied.
+            if self._rewritten(index) or (torch.is_grad_enabled() and not value.requires_grad):
+                value = value.detach().clone()
             self.wire.send(target, value, self._meta(flow.tensor))
 
     def _local(self, tensor: Any, event: Event, written: bool) -> Any:

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import (
 
 from smpar.trace import tree
 from smpar.trace.draws import CountMode
-from smpar.trace.outcome import Cost, Out, Outcome, meta_of
+from smpar.trace.outcome import Cost, Meta, Out, Outcome, meta_of
 from smpar.trace.watch import Watch
 
 _Cached = type(functools.lru_cache(len))
@@ -41,6 +41,11 @@ class FakeRunner:
     def remember_layout(self, parameter: torch.Tensor) -> None:
         """Note a parameter's strides before its storage is given up."""
         self._strides[id(parameter)] = tuple(parameter.stride())
+
+    def layout_of(self, parameter: torch.Tensor) -> Meta:
+        """The metadata of a parameter as it was before its storage was given up."""
+        meta = meta_of(parameter)
+        return meta._replace(stride=self._strides.get(id(parameter), meta.stride), requires_grad=False)
 
     def twin(self, tensor: torch.Tensor) -> torch.Tensor:
         """A fake tensor of the same shape, dtype and strides as a parameter or buffer."""
