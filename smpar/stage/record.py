@@ -182,6 +182,38 @@ class MicrobatchProgram:
         return {(f.tensor, stages[f.target]): i for i, f in enumerate(self.shape.flows) if f.forward}
 
     @functools.cached_property
+    def overwritten(self) -> frozenset[int]:
+        """Flows whose tensor its home may still be sending when it writes into that memory."""
+        stages, root, last = self.stages, dict[int, int](), dict[int, int]()
+
+        def memory(ident: int) -> int:
+            while ident in root:
+                ident = root[ident]
+            return ident
+
+        def join(ident: int | None, other: int | None) -> None:
+            if ident is not None and other is not None and memory(ident) != memory(other):
+                root[memory(ident)] = memory(other)
+
+        calls = [(at, e) for at, e in enumerate(self.events) if isinstance(e, Event)]
+        for _, event in calls:
+            for ident, place in zip(event.outputs, event.outcome.places, strict=True):
+                for index in place.shares if isinstance(place, Out) else ():
+                    join(ident, event.inputs[index])
+            for ident, (index, _) in zip(event.written, event.outcome.written, strict=True):
+                join(ident, event.inputs[index])
+        for at, event in calls:
+            for ident in event.written:
+                last[memory(ident)] = at
+        return frozenset(
+            flow
+            for at, event in calls
+            for flow in event.flows
+            if last.get(memory(self.shape.flows[flow].tensor), -1) > at
+            and stages[self.shape.flows[flow].target] != stages[self.shape.flows[flow].producer]
+        )
+
+    @functools.cached_property
     def quiet(self) -> tuple[bool, ...]:
         """For each event, whether it is quiet."""
         return tuple(isinstance(e, Event) and e.quiet for e in self.events)

@@ -170,6 +170,9 @@ class Replay(Run):
     def _flow(self, index: int) -> Any:
         return self.program.shape.flows[index]
 
+    def _overwritten(self, flow: int) -> bool:
+        return flow in self.program.overwritten
+
     def _flow_index(self, ident: int, segment: int) -> int:
         return self.program.arrivals[ident, self.stage]
 
