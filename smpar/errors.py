@@ -116,7 +116,13 @@ class NotInGlue(StepError):
 
 
 class WriteIntoReplicated(StepError):
-    """A stage tensor was written into a parameter, a buffer, or a plain tensor that glue did not make in this call."""
+    """A stage tensor was written into a parameter, a buffer, or a plain tensor that glue did not make in this call.
+
+    ``shareable``: no gradient goes that way, so the written value can be sent to all stages, at the price of a
+    program that is not known beforehand.
+    """
+
+    shareable = False
 
     RULE = "outside of modules, a plain tensor or a parameter cannot be written with a stage tensor's data"
     FIX = "make the target from a stage tensor (h.new_zeros(...), torch.zeros_like(h)), or use an nn.Module of its own"

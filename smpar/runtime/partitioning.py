@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from smpar.comm.world import current, is_initialized
-from smpar.errors import PartitionError
+from smpar.errors import PartitionError, WriteIntoReplicated
 from smpar.plan.chain import Edge, Partition, Tie, TooFewUnits, UnitCost
 from smpar.plan.partition import partition as best_cuts
 from smpar.runtime.planning import explore, graph_of
@@ -186,6 +186,8 @@ def _search(
             whole.add(module)
             opened -= set(module.modules())
             if not opened:
+                if _shareable(failure):
+                    return _by_parameters(model, goal, pins)
                 raise failure from None
             continue
         if expose(outcomes.leaky, opened, glue_hooks, whole):
@@ -209,9 +211,21 @@ def _search(
             break
         opened |= dear
     if best is None:
+        if _shareable(failure):
+            return _by_parameters(model, goal, pins)
         raise failure if failure is not None else PartitionError("no unit was called in the step")
     _, seen, stage_of = best
     return _laid_out(model, seen, goal, stage_of)
+
+
+def _shareable(failure: Exception | None) -> bool:
+    """Whether a trace failed only because glue updates buffers from data, which a dynamic program can do."""
+    if not isinstance(failure, WriteIntoReplicated) or not failure.shareable:
+        return False
+    log.warning(
+        "smpar: the step writes data into a buffer (%s); the model is partitioned by parameters", failure.values
+    )
+    return True
 
 
 def expose(leaky: set[nn.Module], opened: set[nn.Module], glue_hooks: set[nn.Module], whole: set[nn.Module]) -> bool:
@@ -378,7 +392,9 @@ def _by_hand(
                 else:
                     if not expose(outcomes.leaky, opened, glue_hooks, set()):
                         break
-        except ValueNeeded:
+        except (ValueNeeded, WriteIntoReplicated) as need:
+            if isinstance(need, WriteIntoReplicated) and not need.shareable:
+                raise
             units = maximal_units(model, opened)
             layout = Layout.make(model, goal.stages, {u: stage[u] for u in units}, {}, set())
             return Partitioned(layout, bare_graph(units, layout), tuple(stage[u] for u in units))

@@ -17,7 +17,7 @@ from torch import nn
 from smpar.comm.channels import open_channels
 from smpar.comm.world import World
 from smpar.config import Config
-from smpar.errors import ModelError
+from smpar.errors import ModelError, WriteIntoReplicated
 from smpar.observe.progress import Progress
 from smpar.observe.spans import Spans
 from smpar.observe.transfers import StageChannels
@@ -290,12 +290,15 @@ class Pipeline:
         try:
             with self._tracing("planning a step"):
                 program, reads = explore(fn, call, self.model, self.layout, self.outcomes)
-        except ValueNeeded as need:
+        except (ValueNeeded, WriteIntoReplicated) as need:
+            if isinstance(need, WriteIntoReplicated) and not need.shareable:
+                raise
+            reason = f"{need.values} writes into a buffer" if isinstance(need, WriteIntoReplicated) else str(need)
             log.warning(
                 "smpar: the step needs a value while it runs (%s); its microbatches run in program order, "
-                "which stalls the pipeline. Return the tensor from the step instead.", need
+                "which stalls the pipeline. Return the tensor from the step instead.", reason
             )  # fmt: skip
-            dynamic = _Dynamic(str(need))
+            dynamic = _Dynamic(reason)
             self._programs.keep(key, dynamic)
             return dynamic
         if not reads:  # else other values may make another program, so it is planned each time

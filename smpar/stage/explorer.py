@@ -74,9 +74,13 @@ class Explorer(Run):
         return self._add(func, stage, outcome, leaves)
 
     def _add(self, target: Any, stage: int, outcome: Outcome, leaves: list[Any]) -> Event:
-        for index, _ in outcome.written:
-            if type(leaves[index]) is not StageTensor and getattr(leaves[index], "_smpar_made_by", -1) != self.number:
-                raise WriteIntoReplicated(self.layout.name(target))
+        for index, out in outcome.written:
+            if type(leaves[index]) is StageTensor or self._made_here(leaves[index]):
+                continue
+            if self.wire is None or out.meta.requires_grad:
+                error = WriteIntoReplicated(self.layout.name(target))
+                error.shareable = not out.meta.requires_grad
+                raise error
         inputs: list[int | None] = []
         parameters: list[int] = []
         for t in leaves:
@@ -139,11 +143,11 @@ class Explorer(Run):
     def _flow(self, index: int) -> Any:
         return self.record.flows[index]
 
+    def _overwritten(self, flow: int) -> bool:
+        return True  # nobody knows yet
+
     def _flow_index(self, ident: int, segment: int) -> int:
         return self.record.flow_index(ident, segment)
-
-    def _rewritten(self, flow: int) -> bool:
-        return True
 
     def _stage_of(self, segment: int) -> int:
         return self.record.segment_stage[segment]
@@ -169,6 +173,17 @@ class Explorer(Run):
             if stage != self.stage:
                 self.wire.send(stage, value, meta)
         return value.detach()
+
+    def _spread(self, tensor: torch.Tensor, stage: int) -> None:
+        assert self.wire is not None
+        meta = meta_of(tensor)
+        if stage != self.stage:
+            tensor.data.copy_(self.wire.receive(stage, -1, meta))  # batch norm keeps its statistics, unseen by autograd
+            return
+        sent = tensor.detach().clone()  # the next write must not overtake it
+        for other in range(self.layout.stages):
+            if other != self.stage:
+                self.wire.send(other, sent, meta)
 
     def _confirmed(self, event: Event, result: Any) -> Outcome:
         """Agree on what depends on data: the home sends its result's shapes and numbers to every stage."""

@@ -54,7 +54,7 @@ class Layout:
         Args:
             units: stage of every unit.
             anchors: id of a parameter of a split module -> its stage.
-            glue_hooks: units whose forward hooks are to run in glue.
+            glue_hooks: units whose forward hooks are to run in glue (a split module's do so anyway).
         """
         names = {m: n for n, m in model.named_modules()}
         inside: set[nn.Module] = {m for u in units for m in u.modules()}
@@ -71,7 +71,7 @@ class Layout:
         for key, stages_ in holders.items():
             home[key] = min(stages_)
         parameter_names = {id(p): n for n, p in model.named_parameters(remove_duplicate=True)}
-        return cls(stages, dict(units), split, names, home, holders, parameter_names, {}, set(glue_hooks))
+        return cls(stages, dict(units), split, names, home, holders, parameter_names, {}, glue_hooks & units.keys())
 
     def stage_of(self, module: nn.Module) -> int:
         """The stage of a unit. A module inside one that glue calls directly becomes a unit of the same stage."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from smpar.schedule.program import Flow, Program, Segment
@@ -182,14 +182,41 @@ class MicrobatchProgram:
         return {(f.tensor, stages[f.target]): i for i, f in enumerate(self.shape.flows) if f.forward}
 
     @functools.cached_property
+    def overwritten(self) -> frozenset[int]:
+        """Flows whose tensor its home may still be sending when it writes into that memory."""
+        stages, root, last = self.stages, dict[int, int](), dict[int, int]()
+
+        def memory(ident: int) -> int:
+            while ident in root:
+                ident = root[ident]
+            return ident
+
+        def join(ident: int | None, other: int | None) -> None:
+            if ident is not None and other is not None and memory(ident) != memory(other):
+                root[memory(ident)] = memory(other)
+
+        calls = [(at, e) for at, e in enumerate(self.events) if isinstance(e, Event)]
+        for _, event in calls:
+            for ident, place in zip(event.outputs, event.outcome.places, strict=True):
+                for index in place.shares if isinstance(place, Out) else ():
+                    join(ident, event.inputs[index])
+            for ident, (index, _) in zip(event.written, event.outcome.written, strict=True):
+                join(ident, event.inputs[index])
+        for at, event in calls:
+            for ident in event.written:
+                last[memory(ident)] = at
+        return frozenset(
+            flow
+            for at, event in calls
+            for flow in event.flows
+            if last.get(memory(self.shape.flows[flow].tensor), -1) > at
+            and stages[self.shape.flows[flow].target] != stages[self.shape.flows[flow].producer]
+        )
+
+    @functools.cached_property
     def quiet(self) -> tuple[bool, ...]:
         """For each event, whether it is quiet."""
         return tuple(isinstance(e, Event) and e.quiet for e in self.events)
-
-    @functools.cached_property
-    def rewritten(self) -> frozenset[int]:
-        """Flows whose tensor is written in place at its home after it was sent: what travels must be a copy."""
-        return frozenset(_rewritten(self.events, self.shape.flows, self.stages))
 
     @functools.cached_property
     def stages(self) -> tuple[int, ...]:
@@ -228,31 +255,6 @@ class MicrobatchProgram:
             tuple(s.stage for s in self.shape.segments),
             tuple((f.source, f.target, f.producer, f.forward) for f in self.shape.flows),
         )
-
-
-def _rewritten(events: Sequence[Event | Backward], flows: Sequence[Flow], stages: Sequence[int]) -> Iterator[int]:
-    memory: dict[int, int] = {}  # tensor -> a number for the memory that it shares with others
-
-    def number(ident: int) -> int:
-        return memory.setdefault(ident, ident)
-
-    last_write: dict[tuple[int, int], int] = {}  # (memory, stage) -> the last event that writes it there
-    sent: dict[int, int] = {}
-    for at, event in enumerate(events):
-        if isinstance(event, Backward):
-            continue
-        sent |= dict.fromkeys(event.flows, at)
-        for ident, place in zip(event.outputs, event.outcome.places, strict=True):
-            if ident is not None and isinstance(place, Out):
-                shared = [i for index in place.shares if (i := event.inputs[index]) is not None]
-                memory[ident] = number(shared[0]) if shared else ident
-        for ident, (index, _) in zip(event.written, event.outcome.written, strict=True):
-            source = event.inputs[index]
-            memory[ident] = ident if source is None else number(source)
-            last_write[memory[ident], event.stage] = at
-    for index, flow in enumerate(flows):
-        if index in sent and last_write.get((number(flow.tensor), stages[flow.producer]), -1) > sent[index]:
-            yield index
 
 
 def _grouped(pairs: Iterable[tuple[int, int]]) -> dict[int, tuple[int, ...]]:

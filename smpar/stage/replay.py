@@ -170,11 +170,11 @@ class Replay(Run):
     def _flow(self, index: int) -> Any:
         return self.program.shape.flows[index]
 
+    def _overwritten(self, flow: int) -> bool:
+        return flow in self.program.overwritten
+
     def _flow_index(self, ident: int, segment: int) -> int:
         return self.program.arrivals[ident, self.stage]
-
-    def _rewritten(self, flow: int) -> bool:
-        return flow in self.program.rewritten
 
     def _stage_of(self, segment: int) -> int:
         return self.program.stages[segment]

@@ -131,10 +131,6 @@ class Run(abc.ABC):
         """Flow ``index`` (tensor, source, producer, target, forward)."""
 
     @abc.abstractmethod
-    def _rewritten(self, flow: int) -> bool:
-        """Whether the flow's tensor may be written in place after it was sent."""
-
-    @abc.abstractmethod
     def _stage_of(self, segment: int) -> int: ...
 
     @abc.abstractmethod
@@ -291,14 +287,18 @@ class Run(abc.ABC):
         if flow.forward and target != self.stage:
             assert self.wire is not None
             # Sending takes its time; what may be written meanwhile, in glue or as a module's buffer, is copied.
-            if self._rewritten(index) or (torch.is_grad_enabled() and not value.requires_grad):
+            if self._overwritten(index) or (torch.is_grad_enabled() and not value.requires_grad):
                 value = value.detach().clone()
             self.wire.send(target, value, self._meta(flow.tensor))
+
+    @abc.abstractmethod
+    def _overwritten(self, flow: int) -> bool:
+        """Whether the tensor's memory may be written while it is being sent."""
 
     def _local(self, tensor: Any, event: Event, written: bool) -> Any:
         """The real tensor behind an argument, in the segment of ``event``."""
         if type(tensor) is not StageTensor:
-            return tensor.clone() if written else tensor
+            return tensor.clone() if written and self._made_here(tensor) else tensor
         if tensor.parameter is not None:
             return tensor.parameter
         if tensor.segment == event.segment:
@@ -313,6 +313,10 @@ class Run(abc.ABC):
             return leaf
         with torch.enable_grad():
             return leaf.clone()
+
+    def _made_here(self, tensor: torch.Tensor) -> bool:
+        """Whether glue made this plain tensor in this run; others (buffers, inputs) outlive it."""
+        return getattr(tensor, "_smpar_made_by", -1) == self.number
 
     def _arrived(self, tensor: StageTensor, segment: int) -> torch.Tensor:
         if tensor.home == self.stage:
@@ -390,6 +394,9 @@ class Run(abc.ABC):
             tensor = leaves[index]
             value = values[len(outcome.places) + slot] if values is not None else None
             if type(tensor) is not StageTensor:
+                if not self._made_here(tensor):
+                    self._spread(tensor, event.stage)
+                    continue
                 _become(tensor, StageTensor(out.meta, event.stage, ident, event.segment, self.number))
             _rebind(tensor, out.meta, event.stage, ident, event.segment, value)
         results: list[Any] = []
@@ -411,6 +418,10 @@ class Run(abc.ABC):
         if isinstance(outcome.spec, tree.Const):
             return outcome.spec.value
         return tree.unflatten(outcome.spec, results)
+
+    def _spread(self, tensor: torch.Tensor, stage: int) -> None:
+        """``stage`` wrote into a tensor that every rank has: send them the new values."""
+        raise WriteIntoReplicated("a plain tensor")
 
     def _keep(self, unit: nn.Module, attributes: tuple[tuple[int, str], ...], results: list[Any]) -> None:
         """Let glue read the tensors that a unit left in its modules; they are the last of ``results``."""

@@ -48,6 +48,9 @@ _FREE = {"view", "_unsafe_view", "detach", "alias", "expand", "permute", "transp
          "unsqueeze", "squeeze", "as_strided", "split", "unbind", "empty", "empty_strided", "empty_like"}  # fmt: skip
 
 
+_UPDATES = {aten.native_batch_norm, aten.cudnn_batch_norm, aten.miopen_batch_norm}
+
+
 class Watch(TorchDispatchMode):
     """Counts costs and random operators; answers what only data could tell with a guess."""
 
@@ -80,6 +83,10 @@ class Watch(TorchDispatchMode):
         except (RuntimeError, NotImplementedError) as error:
             result = _on_zeros(func, args, kwargs, error)
         self._known.note(result, known)
+        if func.overloadpacket in _UPDATES and args[5]:  # training: these write, though they do not say so
+            for statistics in args[3:5]:
+                if statistics is not None:
+                    torch.autograd.graph.increment_version(statistics)
         self._count(func, args, kwargs, result)
         if self.made is not None:
             self.made += [weakref.ref(t) for t in tree_leaves(result) if isinstance(t, torch.Tensor)]

@@ -605,6 +605,22 @@ class HooksOnSplitModules(nn.Module):
         return self.after(self.k(x))
 
 
+@feature("", degrees=(2, 4))
+class HookOnModuleThatIsSplitLater(nn.Module):
+    """Its hook keeps its output for the loss: it first runs in glue beside a unit, which then is too costly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.k, self.after = Block(), linear()
+        self.kept: list[Tensor] = []
+        self.k.register_forward_hook(lambda m, args, out: self.kept.append(out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept.clear()
+        y = self.after(self.k(x))
+        return y + sum(h.square() for h in self.kept)
+
+
 @feature("", degrees=(2, 3))
 class BackwardHooksOnParents(nn.Module):
     def __init__(self) -> None:
@@ -751,6 +767,47 @@ class _BuffersAuto(BuffersOfManyKinds):
     pass
 
 
+@feature("a b c d", degrees=(2, 4))
+class WriteIntoBuffer(Layers):
+    """A running mean of activations, used by the next microbatch on another stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(W))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        self.mean.mul_(0.9).add_(h.detach().mean(0))
+        return self.d(self.c(self.b(h)) + self.mean)
+
+
+@feature("a b c d", degrees=(2, 4))
+class WriteIntoSentTensor(Layers):
+    """A tensor is on its way to another stage when its home writes into it; large enough not to be sent at once."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x) + torch.zeros(60_000 // W, 1, W, dtype=x.dtype)
+        there = h + self.c(x)
+        for _ in range(4):
+            h.mul_(-3)
+        return self.d(there + self.b(h)).mean(0)
+
+
+@feature("a b c d", degrees=(2, 4))
+class BatchNormFunction(Layers):
+    """Batch norm as a function: it updates buffers of a split module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(W, dtype=torch.float64))
+        self.register_buffer("var", torch.ones(W, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self.a, self.b, self.c):
+            x = F.batch_norm(layer(x), self.mean, self.var, training=self.training).relu()
+        return self.d(x)
+
+
 # -- refused --------------------------------------------------------------------------------------
 
 
@@ -764,18 +821,6 @@ class WriteIntoInput(Layers):
     def forward(self, x: Tensor) -> Tensor:
         x[:, 0] = self.a(x)[:, 0]
         return self.d(self.c(self.b(x)))
-
-
-@feature("a b c d", refused="WriteIntoReplicated")
-class WriteIntoBuffer(Layers):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(W))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.a(x)
-        self.mean.mul_(0.9).add_(h.detach().mean(0))
-        return self.d(self.c(self.b(h)))
 
 
 @feature("a b c d", refused="BypassedGlue")
