@@ -17,53 +17,23 @@
 
 from __future__ import annotations
 
-from smpar import amp
-from smpar.comm.messages import (
-    CommGroup,
-    RankType,
-    allgather,
-    barrier,
-    broadcast,
-    dp_barrier,
-    mp_barrier,
-    pp_barrier,
-    rdp_barrier,
-    recv_from,
-    send,
-    tp_barrier,
-)
-from smpar.errors import SmparError
-from smpar.model import DistributedModel, set_partition
-from smpar.observe.metrics import metrics
-from smpar.observe.report import report, timetable
-from smpar.optimizer import DistributedOptimizer, clip_grad_norm_
-from smpar.ranks import *  # noqa: F403
-from smpar.ranks import __all__ as _rank_functions
-from smpar.runtime.core import init, is_initialized, is_tracing, shutdown
-from smpar.runtime.module_graph import module_graph
-from smpar.runtime.partitioning import partition
-from smpar.runtime.step import step
-from smpar.stage.split import StepOutput
-from smpar.trace.graph import ModuleGraph
+import importlib
+from typing import TYPE_CHECKING, Any
 
-WORLD = CommGroup.WORLD
-PP_GROUP, TP_GROUP, MP_GROUP = CommGroup.PP_GROUP, CommGroup.TP_GROUP, CommGroup.MP_GROUP
-DP_GROUP, RDP_GROUP = CommGroup.DP_GROUP, CommGroup.RDP_GROUP
-WORLD_RANK, PP_RANK, TP_RANK = RankType.WORLD_RANK, RankType.PP_RANK, RankType.TP_RANK
-MP_RANK, DP_RANK, RDP_RANK = RankType.MP_RANK, RankType.DP_RANK, RankType.RDP_RANK
+if TYPE_CHECKING:
+    from smpar.api import *  # noqa: F403
 
-__all__ = [
-    # start and end
-    "init", "shutdown", "is_initialized", "is_tracing",
-    # training
-    "step", "StepOutput", "DistributedModel", "DistributedOptimizer", "clip_grad_norm_", "amp",
-    "partition", "set_partition",
-    # seeing
-    "report", "timetable", "metrics", "module_graph", "ModuleGraph", "SmparError",
-    # ranks, groups, messages
-    *_rank_functions,
-    "CommGroup", "WORLD", "PP_GROUP", "TP_GROUP", "MP_GROUP", "DP_GROUP", "RDP_GROUP",
-    "RankType", "WORLD_RANK", "PP_RANK", "TP_RANK", "MP_RANK", "DP_RANK", "RDP_RANK",
-    "barrier", "pp_barrier", "tp_barrier", "mp_barrier", "dp_barrier", "rdp_barrier",
-    "send", "recv_from", "broadcast", "allgather",
-]  # fmt: skip
+
+def __getattr__(name: str) -> Any:
+    """Public names are loaded at their first use, so that the planner's rooms import without torch."""
+    if name.startswith("__"):
+        raise AttributeError(f"module 'smpar' has no attribute {name!r}")
+    api = importlib.import_module("smpar.api")
+    if name not in api.__all__:
+        raise AttributeError(f"module 'smpar' has no attribute {name!r}")
+    value = globals()[name] = getattr(api, name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *importlib.import_module("smpar.api").__all__})

@@ -13,6 +13,6 @@ import torch._subclasses.fake_tensor
 import torch.distributed
 
 with contextlib.suppress(ImportError):
-    import smpar  # noqa: F401
+    import smpar.api  # noqa: F401
 
 __all__ = ["torch"]
