@@ -203,7 +203,7 @@ class Pipeline:
             self._partition(fn, batch)
         if not look.keys:
             look = self.look(fn, batch, look.arguments)
-        programs = None if not self.config.static_mode else self._plan(fn, batch, look)
+        programs = None if not self.config.static_mode else self._plan(fn, batch, look, seeds)
         if not known and self.config.static_mode:
             self._agree_programs(programs)
         self._hand_over()
@@ -242,12 +242,14 @@ class Pipeline:
                 goal = dataclasses.replace(goal, measure=measurer.measure)
             self.partitioned = make_layout(fn, batch.calls[0], self.model, self.outcomes, goal)
 
-    def _plan(self, fn: Callable[..., Any], batch: Batch, look: Look) -> list[MicrobatchProgram] | None:
+    def _plan(
+        self, fn: Callable[..., Any], batch: Batch, look: Look, seeds: Sequence[int]
+    ) -> list[MicrobatchProgram] | None:
         """The microbatches' programs; None if they cannot be known beforehand or do not fit one schedule."""
         programs: list[MicrobatchProgram] = []
-        for call, key, program in zip(batch.calls, look.keys, look.programs, strict=True):
+        for call, key, program, seed in zip(batch.calls, look.keys, look.programs, seeds, strict=True):
             if program is None:
-                program = self._programs.fetch(key) or self._explore(fn, call, key)
+                program = self._programs.fetch(key) or self._explore(fn, call, key, seed)
             if isinstance(program, _Dynamic):
                 return None
             programs.append(program)
@@ -286,10 +288,10 @@ class Pipeline:
                 self._signatures.keep(step, found)
         return found
 
-    def _explore(self, fn: Callable[..., Any], call: Any, key: Any) -> MicrobatchProgram | _Dynamic:
+    def _explore(self, fn: Callable[..., Any], call: Any, key: Any, seed: int) -> MicrobatchProgram | _Dynamic:
         try:
             with self._tracing("planning a step"):
-                program, reads = explore(fn, call, self.model, self.layout, self.outcomes)
+                program, reads = explore(fn, call, self.model, self.layout, self.outcomes, seed)
         except (ValueNeeded, WriteIntoReplicated) as need:
             if isinstance(need, WriteIntoReplicated) and not need.shareable:
                 raise

@@ -20,9 +20,12 @@ from smpar.trace.outcomes import Outcomes
 
 
 def explore(
-    fn: Callable[..., Any], call: Call, model: nn.Module, layout: Layout, outcomes: Outcomes
+    fn: Callable[..., Any], call: Call, model: nn.Module, layout: Layout, outcomes: Outcomes, seed: int = 0
 ) -> tuple[MicrobatchProgram, int]:
     """Run a step function once without data; leaves no trace in the model or the random state.
+
+    Args:
+        seed: start of the microbatch's chain of draws: glue may decide by random numbers (layer drop).
 
     Returns:
         the program, and how often glue looked at values of replicated tensors (then the program may differ for
@@ -36,7 +39,7 @@ def explore(
         snapshot.add(module)
     buffers = [(b, b.clone()) for m in layout.split for b in m.buffers(recurse=False)]
     random = torch.get_rng_state()
-    run = Explorer(layout, outcomes, seed=0)
+    run = Explorer(layout, outcomes, seed)
     try:
         with marked(layout, inside=True), patched():
             run.call(fn, *call)

@@ -333,13 +333,13 @@ class Snapshot:
                 obj.clear()
                 obj.update(saved)
             else:
-                _restore_attributes(obj.__dict__, saved)
+                _restore_attributes(obj.__dict__, saved, flags=not isinstance(obj, torch.nn.Module))
 
 
-def _restore_attributes(attributes: dict[str, Any], saved: dict[str, Any]) -> None:
+def _restore_attributes(attributes: dict[str, Any], saved: dict[str, Any], flags: bool) -> None:
     for name in [n for n, value in attributes.items() if saved.get(n, LEAF) is not value]:
-        if isinstance(attributes[name], bool):
-            continue  # a flag of something done once, such as hooks installed, which has been done indeed
+        if isinstance(attributes[name], bool) and not flags:
+            continue  # a module's flag of something done once, such as hooks installed, which has been done indeed
         if name in saved:
             attributes[name] = saved[name]
         else:

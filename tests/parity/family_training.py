@@ -8,9 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.parity.families import ALL, Inputs
+from tests.parity import families
+from tests.parity.families import Inputs
+from tests.parity.more_families import MORE, RANDOM
 from tests.parity.reference import first_names
 
+ALL = families.ALL | MORE | RANDOM
 STEPS, RATE = 3, 0.05
 LOSS_TOLERANCE, GRADIENT_TOLERANCE, NOISE = 1e-5, 1e-4, 1e-3
 

@@ -99,13 +99,13 @@ def test_function_caches_keep_no_fake_tensors() -> None:
 class Telling(nn.Module):
     """Puts a tensor into somebody else's list."""
 
-    def __init__(self, to: list[Tensor]) -> None:
+    def __init__(self, told: list[Tensor]) -> None:
         super().__init__()
-        self.inner, self.to = nn.Linear(6, 6), to
+        self.inner, self.told = nn.Linear(6, 6), told
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.inner(x)
-        self.to.append(x.mean())
+        self.told.append(x.mean())
         return x
 
 
@@ -114,6 +114,27 @@ def test_a_list_that_gets_tensors_is_noticed_and_put_back() -> None:
     assert trial(Telling(told), torch.randn(2, 6)).leaks
     assert told == []
     assert not trial(nn.Sequential(nn.Linear(6, 6), nn.Softmax(-1)), torch.randn(2, 6)).leaks
+
+
+class Store:
+    """Like a cache of keys: made ready by its first user."""
+
+    ready, kept = False, None
+
+
+class Keeping(nn.Module):
+    def forward(self, x: Tensor, store: Store) -> Tensor:
+        store.kept = torch.cat([store.kept, x]) if store.ready else x  # type: ignore[list-item, assignment]
+        store.ready = True
+        return x + 1
+
+
+def test_objects_among_arguments_are_put_back_with_their_flags() -> None:
+    store = Store()
+    store.ready, store.kept = False, None
+    trial(Keeping(), torch.randn(2, 6), store)
+    assert not store.ready
+    assert store.kept is None
 
 
 def test_specs_keep_no_tensors() -> None:
