@@ -17,10 +17,9 @@ from smpar.comm.messages import (
     send,
     tp_barrier,
 )
+from smpar.describe.report import metrics, report, timetable
 from smpar.errors import SmparError
 from smpar.model import DistributedModel, set_partition
-from smpar.observe.metrics import metrics
-from smpar.observe.report import report, timetable
 from smpar.optimizer import DistributedOptimizer, clip_grad_norm_
 from smpar.ranks import *  # noqa: F403
 from smpar.ranks import __all__ as _rank_functions

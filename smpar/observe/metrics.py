@@ -19,7 +19,6 @@ import torch
 from smpar.comm.messages import CommGroup, allgather
 from smpar.comm.world import World
 from smpar.observe.spans import Spans
-from smpar.runtime.core import runtime
 from smpar.stage.split import Batch
 from smpar.trace import tree
 from smpar.trace.graph import size
@@ -55,17 +54,6 @@ class Line:
         parts.append("peak " + " | ".join(map(size, self.peaks)))
         parts.append(f"{self.seconds:.4g} s")
         return "  ".join(parts)
-
-
-def metrics(on: bool = True) -> None:
-    """Print a line per step on rank 0, from now on; all ranks call this, as each step then gathers from all stages.
-
-    The same as starting with the environment variable ``SMPAR_METRICS=1``.
-
-    Raises:
-        NotInitialized: ``smpar.init`` has not run.
-    """
-    runtime().spans.counting = on
 
 
 def report_step(

@@ -8,9 +8,9 @@ import xml.etree.ElementTree as ET
 import pytest
 
 import smpar as smp
+from smpar.describe.names import compress
+from smpar.describe.prediction import most_in_flight
 from smpar.errors import NothingRan
-from smpar.observe.names import compress
-from smpar.observe.prediction import most_in_flight
 from smpar.schedule import Program, Segment, gpipe, one_f_one_b
 from tests.harness import Pool
 from tests.observe import models

@@ -21,9 +21,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from smpar.describe.names import compress
+from smpar.describe.prediction import Stage, most_in_flight, predict_stages, predict_step, step_shape, transfer
 from smpar.errors import NothingRan
-from smpar.observe.names import compress
-from smpar.observe.prediction import Stage, most_in_flight, predict_stages, predict_step, step_shape, transfer
 from smpar.runtime.core import Runtime, runtime
 from smpar.schedule import Program, Schedule, Segment, draw_svg, draw_text, fill_drain, one_f_one_b
 from smpar.trace.graph import size
@@ -193,3 +193,14 @@ def _duration(seconds: float) -> str:
 
 def _percent(part: float, whole: float) -> str:
     return f"{100 * part / whole:.0f} %" if whole else "-"
+
+
+def metrics(on: bool = True) -> None:
+    """Print a line per step on rank 0, from now on; all ranks call this, as each step then gathers from all stages.
+
+    The same as starting with the environment variable ``SMPAR_METRICS=1``.
+
+    Raises:
+        NotInitialized: ``smpar.init`` has not run.
+    """
+    runtime().spans.counting = on
