@@ -77,7 +77,7 @@ class _Splitter:
         if isinstance(value, (set, frozenset)):
             parts = [self._value(name, item, axis) for item in value]
             return [type(value)(part[i] for part in parts) for i in range(self.count)]
-        if isinstance(value, (list, tuple, dict)):
+        if isinstance(value, (list, tuple, Mapping)):
             return self._container(name, value, axis)
         return [value] * self.count
 
