@@ -23,7 +23,11 @@ log = logging.getLogger("smpar")
 
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TORCH = os.sep + "torch" + os.sep
-_WAITS = (os.path.join(_HERE, "comm", "channels.py"), os.sep + os.path.join("torch", "distributed", ""))
+_WAITS = (
+    os.path.join(_HERE, "comm", "channels.py"),
+    os.path.join(_HERE, "runtime", "agreement.py"),
+    os.sep + os.path.join("torch", "distributed", ""),
+)
 
 
 class Store(Protocol):

@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from smpar.comm.messages import CommGroup, allgather
 from smpar.comm.world import World
@@ -97,8 +96,9 @@ def agree_programs(world: World, programs: Sequence[MicrobatchProgram] | None, l
 def _gather(world: World, numbers: list[int]) -> list[list[int]]:
     mine = torch.tensor(numbers, dtype=torch.int64)
     everyone = [torch.empty_like(mine) for _ in range(world.axis_size("pp"))]
-    dist.all_gather(everyone, mine, group=world.process_group("pp"))
-    return torch.stack(everyone).tolist()
+    # the group itself: the wrapper around it takes as long as the transfer, in every step
+    world.process_group("pp").allgather([everyone], [mine]).wait()
+    return [row.tolist() for row in everyone]
 
 
 def _lines(programs: Sequence[MicrobatchProgram] | None, layout: Layout) -> list[str]:
