@@ -128,6 +128,8 @@ class CountMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is torch.Tensor.__format__ and not args[0].dim():  # a number in a name, not what it looks like
+            return format(args[0].item(), *args[1:])
         known = func in DRAWS
         before = self._drawn()
         result = func(*args, **(kwargs or {}))

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from smpar.trace import tree
+from smpar.trace.convert import replacing
 from smpar.trace.draws import CountMode
 from smpar.trace.outcome import Cost, Meta, Out, Outcome, meta_of
 from smpar.trace.watch import Watch
@@ -182,6 +183,7 @@ class FakeRunner:
                 filled: Callable[[], bool] = bool
                 if module is not None:
                     left, filled = stack.enter_context(self._twinned(module))
+                    stack.enter_context(replacing())
                     kept.update(self.twin(p).untyped_storage()._cdata for p in module.parameters())
                 stack.enter_context(self.mode)
                 leaves, fakes = self._fakes(given)

@@ -55,6 +55,15 @@ def test_values_that_follow_from_shapes_are_known(fn: Any, seed: int) -> None:
     assert shapes(outcome) == [tuple(fn(x).shape)]
 
 
+def test_a_number_in_a_name_is_a_number() -> None:
+    named = {"part_0": 3, "part_1": 4}
+
+    def fn(x: Tensor) -> Tensor:
+        return x[: named[f"part_{x.argmax()}"]]
+
+    assert trial(fn, torch.randn(5)).varies
+
+
 def test_values_that_data_were_written_into_are_unknown() -> None:
     def fn(x: Tensor) -> int:
         sizes = torch.zeros(3)
@@ -114,6 +123,29 @@ def test_a_list_that_gets_tensors_is_noticed_and_put_back() -> None:
     assert trial(Telling(told), torch.randn(2, 6)).leaks
     assert told == []
     assert not trial(nn.Sequential(nn.Linear(6, 6), nn.Softmax(-1)), torch.randn(2, 6)).leaks
+
+
+class Casting(nn.Module):
+    """Mixtures of experts keep their router in another precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.router = self.router.to(x.dtype)
+        return self.router(x).softmax(-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_module_may_convert_its_parts(dtype: torch.dtype) -> None:
+    module = Casting()
+    before = module.router.weight
+    (place,) = trial(module, torch.randn(2, 6, dtype=dtype)).places
+    assert isinstance(place, Out)
+    assert place.meta.dtype is dtype
+    assert module.router.weight is before
+    assert type(before.data) is Tensor
 
 
 class Store:
