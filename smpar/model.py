@@ -80,9 +80,10 @@ class DistributedModel(nn.Module):
     # -- calls inside a step --------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.pipeline is not None and active() is None:
+        own = self.__dict__  # past nn.Module's slow attributes
+        if own["pipeline"] is not None and active() is None:
             raise OutsideOfStep("model(...) was called outside of a step")
-        return self.module(*args, **kwargs)
+        return own["_modules"]["module"](*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self(*args, **kwargs)

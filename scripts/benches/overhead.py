@@ -2,17 +2,18 @@
 
 A tiny model, cut by hand in two stages, on two processes. The same 1F1B step runs three ways:
 
-    smpar      T   the whole of ``train_step(...).reduce_mean()``, its checks and the shared loss included
-    by hand    H   the same actions in the same order, written out in plain torch with isend and irecv
-    compute    c   this rank's forwards and backwards alone, without any message
+    smpar      the whole of ``train_step(...).reduce_mean()``, its checks and the shared loss included
+    by hand    the same actions in the same order, written out in plain torch with isend and irecv
+    compute    this rank's forwards and backwards alone, without any message
 
-    overhead_us = mean over the ranks of (T - H) / (microbatches x segments of the rank)
+    overhead_us = mean over the ranks of (smpar - by hand) / (microbatches x segments of the rank)
 
-Each rank holds one segment. H has the messages and the pipeline's bubble that no program can do without; T - c, which
-counts these as overhead too, is printed beside it. The three alternate in blocks, so that a busy machine slows all.
-Then ``--steps`` steps with an optimizer must leave no more tensors and threads than before;
-``growth_bytes_per_step`` is the slope of resident memory over these steps, the worse rank's, once the allocators and
-the interpreter's caches have filled.
+Each rank holds one segment. ``overhead_us`` compares the processor time of the step's thread: the microseconds that
+smpar itself takes. The same difference in elapsed time is printed beside it; it also holds what waking up after a wait
+takes, and with so little to compute both ranks wait most of the time, which is a matter of the machine (a virtual one
+may take 200 us for each). The three ways alternate in blocks, so that a busy machine slows all. Then ``--steps`` steps
+with an optimizer must leave no more tensors and threads than before; ``growth_bytes_per_step`` is the slope of resident
+memory over these steps, the worse rank's, once the allocators and the interpreter's caches have filled.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -118,14 +120,26 @@ class ByHand:
             send.wait()
 
 
-def timed(function: Callable[[], object], times: int) -> list[float]:
-    """Seconds of each of ``times`` calls."""
-    seconds = []
+class Times(NamedTuple):
+    """Seconds of one call: elapsed, and of this thread's on a processor."""
+
+    elapsed: float
+    busy: float
+
+
+def timed(function: Callable[[], object], times: int) -> list[Times]:
+    """What each of ``times`` calls took."""
+    taken = []
     for _ in range(times):
-        start = time.perf_counter()
+        start, busy = time.perf_counter(), time.thread_time()
         function()
-        seconds.append(time.perf_counter() - start)
-    return seconds
+        taken.append(Times(time.perf_counter() - start, time.thread_time() - busy))
+    return taken
+
+
+def median(taken: list[Times]) -> Times:
+    """Of each kind of time."""
+    return Times(statistics.median(t.elapsed for t in taken), statistics.median(t.busy for t in taken))
 
 
 def worker(args: argparse.Namespace) -> None:
@@ -153,13 +167,13 @@ def worker(args: argparse.Namespace) -> None:
         plain_step(half, last, xs, targets)
 
     ways = {"smpar": with_smpar, "by hand": ByHand(half, last, xs, targets), "compute": without}
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    seconds: dict[str, list[Times]] = {name: [] for name in ways}
     for block in range(BLOCKS + 1):
         for name, function in ways.items():
             smp.barrier()
             taken = timed(function, args.steps // BLOCKS)
             seconds[name] += taken if block else []  # the first block warms up
-    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    medians = {name: median(values) for name, values in seconds.items()}
 
     timed(with_smpar, SETTLE)
     usages = [Usage.now()]
@@ -180,16 +194,16 @@ def worker(args: argparse.Namespace) -> None:
     every = smp.allgather((medians, slope(usages[2:], between), grown), smp.WORLD)
     if smp.rank() == 0:
         for rank, (m, growth, _) in enumerate(every):
-            times = ", ".join(f"{name} {value * 1e6:.0f} us" for name, value in m.items())
-            print(f"rank {rank}: {times} a step; {growth:+.0f} bytes a step")
+            times = ", ".join(f"{n} {t.elapsed * 1e6:.0f} ({t.busy * 1e6:.0f} busy)" for n, t in m.items())
+            print(f"rank {rank}: us a step: {times}; {growth:+.0f} bytes a step")
         print(f"tensors {before.tensors} -> {after.tensors}, threads {before.threads} -> {after.threads} on rank 0")
         problems = [line for _, _, lines in every for line in lines]
         print("\n".join(problems), end="\n" if problems else "", flush=True)
-        overhead, bound = (
-            statistics.mean(m["smpar"] - m[other] for m, _, _ in every) / args.microbatches * 1e6
-            for other in ("by hand", "compute")
-        )
-        print(f"per microbatch and segment: {overhead:.0f} us over the step by hand, {bound:.0f} us over bare compute")
+        more = [
+            tuple(a - b for a, b in zip(m["smpar"], m["by hand"], strict=True)) for m, _, _ in every
+        ]  # elapsed, busy
+        elapsed, overhead = (statistics.mean(kind) / args.microbatches * 1e6 for kind in zip(*more, strict=True))
+        print(f"per microbatch and segment: {overhead:.0f} us of processor time, {elapsed:.0f} us of elapsed time")
         finish({"overhead_us": overhead, "growth_bytes_per_step": max(g for _, g, _ in every)}, args.json)
         Path(args.verdict).write_text("grown" if problems else "")
     smp.barrier()

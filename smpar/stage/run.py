@@ -235,17 +235,22 @@ class Run(abc.ABC):
 
     def backward(self, tensors: Any, grads: Any = None) -> None:
         """Note where the microbatch's backward starts (it runs when the schedule says so)."""
-        roots = list(tensors) if isinstance(tensors, (list, tuple)) else [tensors]
-        given = [grads] if grads is None or isinstance(grads, torch.Tensor) else list(grads)
-        given += [None] * (len(roots) - len(given))
-        for root, grad in zip(roots, given, strict=True):
-            if not isinstance(root, StageTensor) or not root.requires_grad:
-                raise NotThroughModel(described(root))
-            if grad is None and root.numel() != 1:
-                raise WrongBackward(f"a tensor of shape {list(root.shape)}")
-        # a root with a gradient of its own, wherever that is, equals the scalar whose derivative it is
-        starts = [r if g is None else (r * g.detach()).sum() for r, g in zip(roots, given, strict=True)]
+        if grads is not None:
+            # a root with a gradient of its own, wherever that is, equals the scalar whose derivative it is
+            roots = list(tensors) if isinstance(tensors, (list, tuple)) else [tensors]
+            given = [grads] if isinstance(grads, torch.Tensor) else list(grads)
+            given += [None] * (len(roots) - len(given))
+            tensors = [
+                r if g is None or not isinstance(r, StageTensor) else (r * g.detach()).sum()
+                for r, g in zip(roots, given, strict=True)
+            ]
+        starts = tensors if isinstance(tensors, (list, tuple)) else (tensors,)
         with self.plain(), NoSubclass():
+            for root in starts:
+                if type(root) is not StageTensor or not root.requires_grad:
+                    raise NotThroughModel(described(root))
+                if root.numel() != 1:
+                    raise WrongBackward(f"a tensor of shape {list(root.shape)}")
             self._backward_event(tuple(root.ident for root in starts))
             for root in starts:
                 if root.home == self.stage:
