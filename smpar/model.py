@@ -18,7 +18,7 @@ from smpar.runtime.partitioning import set_partition as pin
 from smpar.runtime.pipeline import Pipeline
 from smpar.runtime.wholes import gather_state
 from smpar.stage.layout import Late
-from smpar.stage.tensor import StageTensor, active
+from smpar.stage.tensor import active
 
 log = logging.getLogger("smpar")
 
@@ -302,6 +302,3 @@ def set_partition(module: nn.Module, stage: int) -> None:
     if model is not None and model.pipeline is not None and model.partitioned:
         raise ModelError("set_partition after the model was partitioned by its first step")
     pin(module, stage)
-
-
-__all__ = ["DistributedModel", "StageTensor", "set_partition"]

@@ -10,11 +10,9 @@ import torch.distributed as dist
 
 from smpar.comm.messages import CommGroup, allgather
 from smpar.errors import ModelError
-from smpar.model import DistributedModel
+from smpar.model import PARTIAL, DistributedModel
 from smpar.runtime.core import runtime
 from smpar.stage.layout import Late
-
-PARTIAL = "_smp_is_partial"
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -48,8 +46,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.optimizer = optimizer
         # a parameter's number in whole state dicts: its place over all groups, as torch counts
         self._order = [[p for p in group["params"]] for group in optimizer.param_groups]
-        self._names = {id(p): n for n, p in now.maybe_model.named_parameters()} if now.maybe_model else {}
-        self._pending: Mapping[str, Any] | None = None
         now.adopt_optimizer(self)
         model = now.maybe_model
         if model is not None and model.pipeline is not None and model.partitioned:

@@ -150,7 +150,7 @@ def survey(
     """Trace with the modules in ``opened`` split into their children, and hooks of ``glue_hooks`` run in glue."""
     layout = Layout.make(model, 1, {u: 0 for u in maximal_units(model, opened)}, {}, glue_hooks)
     program, _ = explore(fn, call, model, layout, outcomes)
-    graph, modules, anchors = graph_of(program, list(layout.units), layout)
+    graph, modules, anchors = graph_of(program, layout)
     return Explored(graph, modules, anchors, layout)
 
 
@@ -312,7 +312,7 @@ def unit_costs(graph: ModuleGraph, goal: Goal) -> list[UnitCost]:
 
 
 def _cut(seen: Explored, goal: Goal, pins: dict[nn.Module, int]) -> tuple[Partition, tuple[int, ...]]:
-    pinned = {i: s for i, m in enumerate(seen.modules) if (s := _pin_of(m, pins)) is not None}
+    pinned = {i: s for i, m in enumerate(seen.modules) if (s := pins.get(m)) is not None}
     free = [i for i in range(len(seen.modules)) if i not in pinned]
     place = {old: new for new, old in enumerate(free)}
     costs = unit_costs(seen.graph, goal)
@@ -343,10 +343,6 @@ def link_seconds(nbytes: int) -> float:
     """Seconds of a transfer between stages, one way."""
     rate, latency = _link()
     return nbytes / rate + latency
-
-
-def _pin_of(module: nn.Module, pins: dict[nn.Module, int]) -> int | None:
-    return pins.get(module)
 
 
 def _laid_out(model: nn.Module, seen: Explored, goal: Goal, stage_of: tuple[int, ...]) -> Partitioned:

@@ -52,9 +52,7 @@ def explore(
     return run.finish(), run.reads
 
 
-def graph_of(
-    program: MicrobatchProgram, units: list[nn.Module], layout: Layout
-) -> tuple[ModuleGraph, list[nn.Module], dict[int, int]]:
+def graph_of(program: MicrobatchProgram, layout: Layout) -> tuple[ModuleGraph, list[nn.Module], dict[int, int]]:
     """The module graph of a program in which every unit is on stage 0.
 
     An operation of glue belongs to the unit that runs latest among those it depends on, as at run time.

@@ -43,7 +43,6 @@ class Outcomes:
         self._units: dict[Any, Outcome] = {}
         self._operations: dict[Any, Outcome] = {}
         self._unit_keys: dict[nn.Module, tuple[Any, Any]] = {}
-        self.fake_runs = 0
         self.leaky: set[nn.Module] = set()  # units whose hooks hand tensors to the outside
         self.on_run: Callable[[], None] | None = None
         self.on_call: Callable[[nn.Module, Any, list[torch.Tensor], tree.Spec], None] | None = None
@@ -88,7 +87,6 @@ class Outcomes:
         return found
 
     def _run(self, fn: Callable[..., Any], args: Any, kwargs: Any, unit: nn.Module | None) -> Outcome:
-        self.fake_runs += 1
         if self.on_run is not None:
             self.on_run()
         return self.runner.evaluate(fn, args, kwargs, unit)
