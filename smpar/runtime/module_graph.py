@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from smpar.runtime.partitioning import Explored, expose, may_open, never_called, survey
+from smpar.runtime.partitioning import Explored, close, expose, may_open, never_called, survey
 from smpar.stage.explorer import ValueNeeded
 from smpar.stage.layout import maximal_units
-from smpar.stage.units import blamed
 from smpar.trace.fake import FakeRunner
 from smpar.trace.graph import ModuleGraph, parameter_bytes
 from smpar.trace.outcomes import Outcomes
@@ -72,14 +71,8 @@ def _open_until_even(model: nn.Module, call: Any, outcomes: Outcomes) -> Explore
             log.warning("smpar: %s needs a value while it runs: %s; it stays whole", type(model).__name__, str(need))
             return survey(_call, ((model, *call[0]), call[1]), model, outcomes, set(), set())
         except Exception as error:
-            if expose(outcomes.leaky, opened, glue_hooks, whole):
-                continue
-            module = blamed(error)
-            if module is None or module not in opened:
+            if not (expose(outcomes.leaky, opened, glue_hooks, whole) or close(error, opened, whole)):
                 raise
-            log.info("smpar: %s stays whole: %s", type(module).__name__, error)
-            whole.add(module)
-            opened -= set(module.modules())
             continue
         if expose(outcomes.leaky, opened, glue_hooks, whole):
             continue

@@ -178,13 +178,9 @@ def _search(
         except Exception as error:
             if expose(outcomes.leaky, opened, glue_hooks, whole):
                 continue
-            module = blamed(error)
-            if module is None or module not in opened:
+            if not close(error, opened, whole):
                 raise
-            log.info("smpar: %s stays whole: %s", type(module).__name__, error)
             failure = failure or error
-            whole.add(module)
-            opened -= set(module.modules())
             if not opened:
                 if _shareable(failure):
                     return _by_parameters(model, goal, pins)
@@ -249,6 +245,17 @@ def expose(leaky: set[nn.Module], opened: set[nn.Module], glue_hooks: set[nn.Mod
             opened.add(unit)
             found = True
     return found
+
+
+def close(error: Exception, opened: set[nn.Module], whole: set[nn.Module]) -> bool:
+    """Keep the opened module whose glue failed whole from now on; False if no opened module is to blame."""
+    module = blamed(error)
+    if module is None or module not in opened:
+        return False
+    log.info("smpar: %s stays whole: %s", type(module).__name__, error)
+    whole.add(module)
+    opened.difference_update(module.modules())
+    return True
 
 
 def never_called(seen: Explored) -> set[nn.Module]:
