@@ -4,9 +4,10 @@
     rank 0 | 0F0 0F1 0B0 0F2 0B1 0B2
     rank 1 | 1F0 1B0 1F1 1B1 1F2 1B2
 
-``2F0`` is segment 2, forward, microbatch 0. Messages, which `smpar.schedule.lower` adds, also name
-their flow and the other end: ``2SA0:5>1`` sends, after segment 2's forward of microbatch 0, the
-activation of flow 5 to rank 1, where ``3RA0:5<0`` receives it for segment 3.
+``2F0`` is segment 2, forward, microbatch 0. A backward ``2B0`` may be split in two: ``2I0`` gives the gradients of the
+segment's inputs, which other segments wait for, ``2W0`` later those of its weights. Messages, which
+`smpar.schedule.lower` adds, also name their flow and the other end: ``2SA0:5>1`` sends, after segment 2's forward of
+microbatch 0, the activation of flow 5 to rank 1, where ``3RA0:5<0`` receives it for segment 3.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ class Kind(Enum):
 
     F = "F"
     B = "B"
+    I = "I"  # noqa: E741
+    W = "W"
     SEND_ACTIVATION = "SA"
     RECV_ACTIVATION = "RA"
     SEND_GRADIENT = "SG"
@@ -44,7 +47,7 @@ class Action:
     """One entry of a rank's timetable.
 
     Attributes:
-        kind: forward, backward, or one end of a message.
+        kind: forward, backward, backward of inputs, backward of weights, or one end of a message.
         segment: index of the segment that computes, or for which the message is sent or received.
         microbatch: index of the microbatch.
         flow: for a message, the index of its flow in the program; else -1.
@@ -83,7 +86,7 @@ class Action:
         )
 
 
-_ACTION = re.compile(r"(\d+)(F|B|SA|RA|SG|RG)(\d+)(?::(\d+)([<>])(\d+))?")
+_ACTION = re.compile(r"(\d+)(F|B|I|W|SA|RA|SG|RG)(\d+)(?::(\d+)([<>])(\d+))?")
 
 
 @dataclass(frozen=True)

@@ -29,13 +29,18 @@ class Segment:
     Attributes:
         index: its place in program order.
         stage: the stage that runs it.
-        forward, backward: times of its forward and backward, in seconds or any other unit.
+        forward, backward: times of its forward and whole backward, in seconds or any other unit.
+        weight: the part of `backward` that gives the gradients of weights and may run later; 0 if the backward cannot
+            be split.
+        saved: bytes that it keeps from its forward to the end of its backward.
     """
 
     index: int
     stage: int
     forward: float = 1.0
     backward: float = 2.0
+    weight: float = 0.0
+    saved: int = 0
 
 
 @dataclass(frozen=True)
