@@ -114,7 +114,7 @@ class Config:
     pipeline_parallel_degree: int = _count(1)
     tensor_parallel_degree: int = _count(1)
     microbatches: int = _count(1)
-    active_microbatches: int = _count(0, least=0)  # 0 = the default: degree + 2 for SMP's pipelines, else the schedule's
+    active_microbatches: int = _count(0, least=0)  # 0 = the schedule's own; degree + 2 for SMP's
     pipeline: str = _choice("interleaved", "simple", "gpipe", "1f1b", "interleaved_1f1b", "zb", "zbv")
     virtual_stages: int = _count(0, least=0)  # 0 = take the default of the schedule
     placement_strategy: str = _placement("cluster")

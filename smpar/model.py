@@ -159,8 +159,8 @@ class DistributedModel(nn.Module):
         """Names and modules that run on this rank; split modules run on all."""
         away: set[nn.Module] = set()
         if self.pipeline is not None and self.pipeline.partitioned is not None:
-            units = self.pipeline.layout.units
-            away = {m for u, stage in units.items() if self.pipeline.layout.ranks[stage] != self.pipeline.rank for m in u.modules()}
+            layout, rank = self.pipeline.layout, self.pipeline.rank
+            away = {m for u, stage in layout.units.items() if layout.ranks[stage] != rank for m in u.modules()}
         return ((n, m) for n, m in self.module.named_modules() if m not in away)
 
     def local_modules(self) -> Iterator[nn.Module]:

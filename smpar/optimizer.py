@@ -158,12 +158,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         pipeline = now.model.pipeline
         assert pipeline is not None
         numbers = self._numbers()
-        owned = {
-            numbers[id(p)]
-            for group in self._order
-            for p in group
-            if pipeline.owns(p)
-        }
+        owned = {numbers[id(p)] for group in self._order for p in group if pipeline.owns(p)}
         with now.world.guard():
             parts = allgather({n: s for n, s in local["state"].items() if n in owned}, CommGroup.PP_GROUP)
         whole = {number: state for part in parts for number, state in part.items()}

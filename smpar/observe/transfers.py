@@ -1,4 +1,4 @@
-"""Channels between the ranks of a pipeline that can be watched: each message gets a number, the same at both ends, without being asked.
+"""Channels of a pipeline that can be watched: each message gets a number, the same at both ends, without being asked.
 
 rank 0   send(1, a)   is message 0>1#0             post_recv(0, b)   receives message 0>1#0   on rank 1
          send(1, c)   is message 0>1#1             post_recv(0, d)   receives message 0>1#1
