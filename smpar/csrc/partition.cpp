@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "ranked.hpp"
+
 namespace smpar {
 namespace {
 
@@ -309,10 +311,8 @@ std::vector<int> read_cuts(const Band& band, const Frontiers& frontiers, int sta
     return cuts;
 }
 
-}  // namespace
-
-std::optional<Partition> partition(const Chain& chain, const Goal& goal) {
-    const Costs costs(chain, goal);
+// The exact cuts where each stage has a rank of its own.
+std::optional<Partition> partition_stages(const Costs& costs, const Goal& goal) {
     std::vector<int> any = fill(costs, goal, kInf);
     if (any.empty()) return std::nullopt;
     const Partition start = balanced(costs, goal, std::move(any));
@@ -324,6 +324,16 @@ std::optional<Partition> partition(const Chain& chain, const Goal& goal) {
     const Band band(costs, loosen(cap), goal.memory_limit);
     const Range range = narrow(band, loosen(cap), goal, loosen(start.objective));
     return measure(costs, goal, read_cuts(band, Frontiers(band, range, goal), goal.stages));
+}
+
+}  // namespace
+
+std::optional<Partition> partition(const Chain& chain, const Goal& goal) {
+    const Costs costs(chain, goal);
+    if (goal.ranks.empty()) return partition_stages(costs, goal);
+    Goal stages = goal;  // the limit is per rank, which may hold less than all cuts for its stages alone say
+    stages.memory_limit = kInf;
+    return partition_ranked(chain, costs, goal, partition_stages(costs, stages)->cuts);
 }
 
 }  // namespace smpar
