@@ -331,9 +331,15 @@ std::optional<Partition> partition_stages(const Costs& costs, const Goal& goal) 
 std::optional<Partition> partition(const Chain& chain, const Goal& goal) {
     const Costs costs(chain, goal);
     if (goal.ranks.empty()) return partition_stages(costs, goal);
-    Goal stages = goal;  // the limit is per rank, which may hold less than all cuts for its stages alone say
-    stages.memory_limit = kInf;
-    return partition_ranked(chain, costs, goal, partition_stages(costs, stages)->cuts);
+    Goal free = goal;  // a limit per rank forbids cuts that one per stage allows, and the other way round
+    free.memory_limit = kInf;
+    auto found = partition_ranked(chain, costs, goal, partition_stages(costs, free)->cuts);
+    if (found) return found;
+    free.memory_weight = 1;  // so tight that the cuts which spread memory best have to be the start
+    free.microbatches = std::numeric_limits<int>::max();
+    const Costs bytes(chain, free);
+    const auto spread = partition_ranked(chain, bytes, free, partition_stages(bytes, free)->cuts);
+    return partition_ranked(chain, costs, goal, spread->cuts);
 }
 
 }  // namespace smpar

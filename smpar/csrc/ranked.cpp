@@ -11,7 +11,7 @@ using Cuts = std::vector<int>;
 
 // Budgets are counts, not seconds, so that every rank and machine decides alike.
 constexpr long kNodes = 400'000;    // intervals looked at by the branch and bound: some milliseconds
-constexpr long kWork = 30'000'000;  // additions of the local search: some tens of milliseconds
+constexpr long kWork = 60'000'000;  // additions of the local search: less than a tenth of a second
 // Closer to perfect balance than this, a better cut cannot be told from noise of the costs.
 constexpr double kEnough = 1e-3;
 // Rounding allowance: of bounds, and of a memory limit that is met exactly.

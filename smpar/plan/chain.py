@@ -94,7 +94,8 @@ def check(units: Sequence[UnitCost], edges: Sequence[Edge], ties: Sequence[Tie],
 
     Raises:
         TooFewUnits: fewer units than stages.
-        PlanError: ranks that are not 0, 1, ..., one for each stage; a number that is negative or not finite, or an index outside the chain.
+        PlanError: ranks that are not 0, 1, ..., one for each stage; a number that is negative or not finite, or an
+            index outside the chain.
     """
     if goal.stages < 1 or goal.microbatches < 1:
         raise PlanError(
@@ -102,9 +103,7 @@ def check(units: Sequence[UnitCost], edges: Sequence[Edge], ties: Sequence[Tie],
             f"stages={goal.stages}, microbatches={goal.microbatches}",
             "give positive whole numbers",
         )
-    if goal.ranks and (
-        len(goal.ranks) != goal.stages or sorted(set(goal.ranks)) != list(range(1 + max(goal.ranks)))
-    ):
+    if goal.ranks and (len(goal.ranks) != goal.stages or sorted(set(goal.ranks)) != list(range(1 + max(goal.ranks)))):
         raise PlanError(
             "each stage has a rank, and ranks are numbered from 0 without a gap",
             f"ranks={goal.ranks} for {goal.stages} stages",

@@ -50,7 +50,7 @@ from collections.abc import Sequence
 from smpar.errors import NativeMissing, PlanError
 from smpar.plan.chain import Edge, Goal, Partition, Tie, UnitCost, check, fold
 
-_MANY = 10**6  # microbatches, so that only the fullest rank counts
+_MANY = 2**31 - 1  # microbatches, so that only the fullest rank counts
 
 
 def partition(

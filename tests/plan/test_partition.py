@@ -76,7 +76,9 @@ def test_a_drawn_example() -> None:
     assert two == Partition((0, 3), two.objective, (7.0, 6.0), (3.0, 2.0), (7.0, 6.0), (3.0, 2.0))
     assert two.objective == pytest.approx(1.0 + 3 * 7 / 13)
     three = partition(units, edges, [], stages=3, microbatches=4)
-    assert three == Partition((0, 1, 4), three.objective, (3.0, 5.0, 5.0), (1.0, 3.0, 1.0), (3.0, 5.0, 5.0), (1.0, 3.0, 1.0))
+    assert three == Partition(
+        (0, 1, 4), three.objective, (3.0, 5.0, 5.0), (1.0, 3.0, 1.0), (3.0, 5.0, 5.0), (1.0, 3.0, 1.0)
+    )
     assert three.objective == pytest.approx(1.0 + 3 * 5 / 13)
 
 
