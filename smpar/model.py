@@ -58,7 +58,7 @@ class DistributedModel(nn.Module):
         if isinstance(module, DistributedModel):
             raise ModelError("DistributedModel of a DistributedModel")
         now = runtime()
-        check_pins(module, now.world.axis_size("pp"))
+        check_pins(module, now.stages)
         if now.world.device.type == "cuda" and not any(p.is_meta for p in module.parameters()):
             module.to(now.world.device)
         self.module = module
@@ -69,7 +69,7 @@ class DistributedModel(nn.Module):
         if world.axis_size("dp") > 1:
             with world.guard():
                 _broadcast(module, world.process_group("dp"), world.group("dp")[0])
-        if world.axis_size("pp") > 1:
+        if now.stages > 1:
             self.pipeline = Pipeline(module, now.config, world, now.spans, measure=trace_execution_times)
             self.pipeline.after_partition.append(self._partition_done)
             self.pipeline.after_hand_over.append(self._handed_over)
@@ -159,8 +159,8 @@ class DistributedModel(nn.Module):
         """Names and modules that run on this rank; split modules run on all."""
         away: set[nn.Module] = set()
         if self.pipeline is not None and self.pipeline.partitioned is not None:
-            units = self.pipeline.layout.units
-            away = {m for u, stage in units.items() if stage != self.pipeline.stage for m in u.modules()}
+            layout, rank = self.pipeline.layout, self.pipeline.rank
+            away = {m for u, stage in layout.units.items() if layout.ranks[stage] != rank for m in u.modules()}
         return ((n, m) for n, m in self.module.named_modules() if m not in away)
 
     def local_modules(self) -> Iterator[nn.Module]:

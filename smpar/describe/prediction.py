@@ -42,18 +42,18 @@ def predict_stages(model: nn.Module, partitioned: Partitioned, in_flight: tuple[
     """Predict each stage of a partition.
 
     Args:
-        in_flight: by stage, the most microbatches whose activations are kept at a time.
+        in_flight: by rank, the most microbatches whose activations are kept at a time.
     """
     layout, graph = partitioned.layout, partitioned.graph
     traced = any(u.calls for u in graph.units)
     stages = []
-    for stage in range(layout.stages):
+    for stage in range(len(layout.ranks)):
         called = [u for u, s in zip(graph.units, partitioned.stage_of_unit, strict=True) if s == stage]
         known = {u.name for u in called}
         rest = [layout.names[m] for m, s in layout.units.items() if s == stage and layout.names[m] not in known]
         held = [p for p in model.parameters() if stage in layout.holders.get(id(p), ())]
         state = sum(nbytes(p) * (STATE if p.requires_grad else 1) for p in held)
-        saved = in_flight[stage] * sum(u.saved_bytes for u in called)
+        saved = in_flight[layout.ranks[stage]] * sum(u.saved_bytes for u in called)
         stages.append(
             Stage(
                 tuple([*(u.name for u in called), *rest]),

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from smpar.comm.world import current, is_initialized
 from smpar.errors import PartitionError, WriteIntoReplicated
 from smpar.plan.chain import Edge, Partition, Tie, TooFewUnits, UnitCost
 from smpar.plan.partition import partition as best_cuts
+from smpar.runtime.core import number_of_stages
 from smpar.runtime.planning import explore, graph_of
 from smpar.stage.explorer import ValueNeeded
 from smpar.stage.layout import Layout, maximal_units
@@ -74,7 +74,7 @@ def check_index(stage: Any) -> None:
     """Raise PartitionError unless ``stage`` is a pipeline stage (as far as their number is known yet)."""
     if isinstance(stage, bool) or not isinstance(stage, int) or stage < 0:
         raise PartitionError(f"partition index {stage!r}")
-    stages = current().axis_size("pp") if is_initialized() else None
+    stages = number_of_stages()
     if stages is not None and stage >= stages:
         raise PartitionError(f"partition index {stage} with {stages} pipeline stages, 0 to {stages - 1}")
 
@@ -101,6 +101,7 @@ class Goal:
     default: int
     skip_tracing: bool
     measure: Callable[[Explored], ModuleGraph] | None = None
+    ranks: tuple[int, ...] = ()  # stage -> rank; empty: stage i is on rank i
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +149,7 @@ def survey(
     glue_hooks: set[nn.Module],
 ) -> Explored:
     """Trace with the modules in ``opened`` split into their children, and hooks of ``glue_hooks`` run in glue."""
-    layout = Layout.make(model, 1, {u: 0 for u in maximal_units(model, opened)}, {}, glue_hooks)
+    layout = Layout.make(model, (0,), {u: 0 for u in maximal_units(model, opened)}, {}, glue_hooks)
     program, _ = explore(fn, call, model, layout, outcomes)
     graph, modules, anchors = graph_of(program, layout)
     return Explored(graph, modules, anchors, layout)
@@ -360,7 +361,11 @@ def _laid_out(model: nn.Module, seen: Explored, goal: Goal, stage_of: tuple[int,
         if unit not in bypassed:
             last = units.setdefault(unit, last)
     anchors = {key: stage_of[index] for key, index in seen.anchors.items()}
-    return Partitioned(Layout.make(model, goal.stages, units, anchors, seen.layout.glue_hooks), seen.graph, stage_of)
+    return Partitioned(
+        Layout.make(model, goal.ranks or tuple(range(goal.stages)), units, anchors, seen.layout.glue_hooks),
+        seen.graph,
+        stage_of,
+    )
 
 
 def _by_hand(
@@ -399,7 +404,9 @@ def _by_hand(
             if isinstance(need, WriteIntoReplicated) and not need.shareable:
                 raise
             units = maximal_units(model, opened)
-            layout = Layout.make(model, goal.stages, {u: stage[u] for u in units}, {}, set())
+            layout = Layout.make(
+                model, goal.ranks or tuple(range(goal.stages)), {u: stage[u] for u in units}, {}, set()
+            )
             return Partitioned(layout, bare_graph(units, layout), tuple(stage[u] for u in units))
     if goal.measure is not None:
         seen = dataclasses.replace(seen, graph=goal.measure(seen))
@@ -411,7 +418,11 @@ def _by_hand(
     empty = set(range(goal.stages)) - set(units_.values())
     if empty:
         log.warning("smpar: no module is on partition %s", ", ".join(map(str, sorted(empty))))
-    return Partitioned(Layout.make(model, goal.stages, units_, anchors, seen.layout.glue_hooks), seen.graph, stage_of)
+    return Partitioned(
+        Layout.make(model, goal.ranks or tuple(range(goal.stages)), units_, anchors, seen.layout.glue_hooks),
+        seen.graph,
+        stage_of,
+    )
 
 
 def _by_parameters(model: nn.Module, goal: Goal, pins: dict[nn.Module, int]) -> Partitioned:
@@ -426,7 +437,7 @@ def _by_parameters(model: nn.Module, goal: Goal, pins: dict[nn.Module, int]) -> 
         if not dear:
             break
         opened |= dear
-    layout = Layout.make(model, 1, {u: 0 for u in units}, {}, set())
+    layout = Layout.make(model, (0,), {u: 0 for u in units}, {}, set())
     graph = bare_graph(units, layout)
     goal = dataclasses.replace(goal, memory_weight=1.0)
     seen = Explored(graph, units, {}, layout)

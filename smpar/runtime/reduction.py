@@ -31,22 +31,22 @@ def own_gradients(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
             p.grad = grad if p.grad is None else grad.add_(p.grad)
 
 
-def sum_tied(parameters: Sequence[torch.nn.Parameter], layout: Layout, channels: Channels, stage: int) -> None:
-    """Sum the gradients of parameters that several stages hold; each holder ends with the same bits.
+def sum_tied(parameters: Sequence[torch.nn.Parameter], layout: Layout, channels: Channels, rank: int) -> None:
+    """Sum the gradients of parameters that several ranks of a pipeline hold; each holder ends with the same bits.
 
-    The lowest holder adds the others' in the order of their stages and sends the sum back.
+    The lowest holder adds the others' in the order of their ranks and sends the sum back.
     """
     groups: dict[tuple[int, ...], list[torch.nn.Parameter]] = {}
     for p in parameters:
-        holders = tuple(sorted(layout.holders[id(p)]))
+        holders = layout.holding(p)
         if len(holders) > 1 and p.requires_grad:
             groups.setdefault(holders, []).append(p)
     for holders, members in sorted(groups.items(), key=lambda item: item[0]):
-        if stage not in holders:
+        if rank not in holders:
             continue
         owner = holders[0]
         mine = torch.tensor([p.grad is not None for p in members], dtype=torch.uint8)
-        if stage != owner:
+        if rank != owner:
             channels.send(owner, mine)
             _send_gradients(channels, owner, members)
             total = _receive(channels, owner, torch.empty_like(mine))
@@ -63,7 +63,7 @@ def sum_tied(parameters: Sequence[torch.nn.Parameter], layout: Layout, channels:
             for other in holders[1:]:
                 channels.send(other, total)
                 _send_gradients(channels, other, members)
-        if stage != owner:
+        if rank != owner:
             for p, has in zip(members, total.tolist(), strict=True):
                 if has:
                     p.grad = _receive(channels, owner, torch.empty(p.shape, dtype=p.dtype, device=p.device))
