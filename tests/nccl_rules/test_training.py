@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from smpar.comm.channels import NcclChannels
 from smpar.config import Config
 from smpar.errors import ConfigError, NotBuiltYet
-from tests.harness import Pool
+from tests.harness import Pool, RanksFailed
 from tests.nccl_rules.install import under_rules
-from tests.nccl_rules.training import KINDS, Seen, alone, differences, on_grid
+from tests.nccl_rules.training import KINDS, Seen, alone, differences, on_grid, with_one_communicator
 
 
 def _schedules() -> list[dict[str, Any]]:
@@ -52,6 +53,7 @@ def check(pool: Pool, seed: int, kind: str, degree: int, replicas: int, options:
     ranks = pool.run(size, under_rules, on_grid, kind, options, seed, timeout=120.0)
     found = differences(ranks, expected(kind, seed), [rank // degree for rank in range(size)])
     assert not found, "; ".join(found[:8])
+    assert {rank.channels for rank in ranks} == ({NcclChannels.__name__} if degree > 1 else {""})
 
 
 @pytest.mark.parametrize("options", SCHEDULES, ids=_name)
@@ -80,3 +82,11 @@ def test_replicas_without_a_pipeline(pool: Pool, seed: int, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["skips", "tied"])
 def test_eight_ranks(pool: Pool, seed: int, kind: str) -> None:
     check(pool, seed, kind, 2, 4, {})
+
+
+def test_one_communicator_for_both_directions_would_not_do(pool: Pool, seed: int) -> None:
+    """The rules bite in a whole training step: 1F1B's stages send to each other at the same time."""
+    options = {"pipeline_parallel_degree": 2, "pipeline": "1f1b"}
+    with pytest.raises(RanksFailed) as failed:
+        pool.run(2, under_rules, with_one_communicator, "chain", options, seed)
+    assert any("RuleBroken" in outcome.text and "smpar 0 to 1" in outcome.text for outcome in failed.value.outcomes)

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import smpar as smp
+from smpar.comm.channels import NcclChannels
+from smpar.comm.world import World
 from tests.parity.reference import first_names
 
 WIDTH, SAMPLES, STEPS = 8, 32, 2
@@ -138,13 +141,18 @@ KINDS = {
 
 @dataclass
 class Seen:
-    """What a run saw: losses of the steps, outputs of evaluations, gradients, norms, the state in the end."""
+    """What a run saw: losses of the steps, outputs of evaluations, gradients, norms, the state in the end.
+
+    Attributes:
+        channels: the class of this rank's channels to other ranks.
+    """
 
     losses: list[Tensor] = field(default_factory=list)
     evaluated: list[Tensor] = field(default_factory=list)
     grads: list[dict[str, Tensor]] = field(default_factory=list)
     norms: list[Tensor] = field(default_factory=list)
     state: dict[str, Tensor] = field(default_factory=dict)
+    channels: str = ""
 
 
 def make(kind: str, seed: int) -> nn.Module:
@@ -209,6 +217,8 @@ def on_grid(kind: str, options: dict[str, Any], seed: int) -> Seen:
         seen.norms.append(smp.clip_grad_norm_(model, 0.01))
         optimizer.step()
     seen.state = {name: value.clone() for name, value in model.state_dict().items()}
+    if model.pipeline is not None:
+        seen.channels = type(model.pipeline.channels._channels).__name__
     return seen
 
 
@@ -237,3 +247,16 @@ def differences(ranks: list[Seen], want: Seen, replicas: list[int]) -> list[str]
         for name, value in want.state.items():
             compare(f"rank {number}'s {name}", rank.state[name], value)
     return found
+
+
+def with_one_communicator(kind: str, options: dict[str, Any], seed: int) -> Seen:
+    """As `on_grid`, but the two directions between two ranks share a communicator, hence a queue."""
+    connect = NcclChannels.__init__
+
+    def connected(self: NcclChannels, world: World, device: torch.device, backend: str) -> None:
+        connect(self, world, device, backend)
+        for peer in self._in:
+            (self._in if world.rank < peer else self._out)[peer] = (self._out if world.rank < peer else self._in)[peer]
+
+    with mock.patch.object(NcclChannels, "__init__", connected):
+        return on_grid(kind, options, seed)
