@@ -5,8 +5,8 @@
     1f1b: 2 ranks, 3 microbatches, time 12, bubble 25 %
     rank 0 |01··₀₀2₁₁·₂₂|
     rank 1 |·0₀₀1₁₁2₂₂··|
-    held 0 |▄███████▄▄▄▄| at most 2 microbatch-segments
-    held 1 | ▄▄▄▄▄▄▄▄▄  | at most 1 microbatch-segments
+    held 0 |▄████████▄▄▄| peak 2 microbatch-segments
+    held 1 | ▄▄▄▄▄▄▄▄▄  | peak 1 microbatch-segments
     0-9 forward, ₀-₉ backward of that microbatch (its last digit), · idle; one column = 1
 
 Where backwards are split, a lowered digit is one of inputs, a raised one (⁰-⁹) one of weights.
@@ -54,7 +54,7 @@ def draw_text(schedule: Schedule, program: Program, width: int = 96, transfer_se
     peaks = memory(schedule, program)
     for rank, curve in enumerate(held(timeline, program)):
         blocks = "".join(_blocks(curve, whole, width, max(peaks)))
-        lines.append(f"held {rank:>{digits}} |{blocks}| at most {_amount(peaks[rank], program)}")
+        lines.append(f"held {rank:>{digits}} |{blocks}| peak {_amount(peaks[rank], program)}")
     backward = "₀-₉ backward of inputs, ⁰-⁹ of weights" if _is_split(schedule) else "₀-₉ backward"
     legend = f"0-9 forward, {backward} of that microbatch (its last digit), · idle"
     scale = f"one column = {whole / width:.3g}"
@@ -71,13 +71,13 @@ def _blocks(curve: Sequence[Step], whole: float, width: int, most: int) -> list[
     return row
 
 
-def _amount(held: int, program: Program) -> str:
+def _amount(amount: int, program: Program) -> str:
     if counts_segments(program):
-        return f"{held} microbatch-segments"
+        return f"{amount} microbatch-segments"
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if held >= size:
-            return f"{held / size:.3g} {unit}"
-    return f"{held} bytes"
+        if amount >= size:
+            return f"{amount / size:.3g} {unit}"
+    return f"{amount} bytes"
 
 
 def _is_split(schedule: Schedule) -> bool:
@@ -147,7 +147,7 @@ def draw_svg(schedule: Schedule, program: Program, width: int = 1000, transfer_s
         y = middle + _GAP + rank * (_ROW + _GAP) + _ROW
         parts.append(f'<text x="{_LEFT - 8}" y="{y - 9}" text-anchor="end">held {rank}</text>')
         parts.append(_curve(curve, y, width / whole, _ROW / max(1, *peaks)))
-        label = f"at most {_amount(peaks[rank], program)}"
+        label = f"peak {_amount(peaks[rank], program)}"
         parts.append(f'<text x="{_LEFT + width + 6}" y="{y - 9}" fill="#555">{label}</text>')
     for tick in range(5):
         x = _LEFT + width * tick / 4
