@@ -1,5 +1,7 @@
 """Schedules drawn to scale, as text for terminals and as SVG for pages; below, the memory that each rank holds.
 
+Where backwards are split, a lowered digit is one of inputs, a raised one (⁰-⁹) one of weights.
+
 ::
 
     1f1b: 2 ranks, 3 microbatches, time 12, bubble 25 %
@@ -8,8 +10,6 @@
     held 0 |▄████████▄▄▄| peak 2 microbatch-segments
     held 1 | ▄▄▄▄▄▄▄▄▄  | peak 1 microbatch-segments
     0-9 forward, ₀-₉ backward of that microbatch (its last digit), · idle; one column = 1
-
-Where backwards are split, a lowered digit is one of inputs, a raised one (⁰-⁹) one of weights.
 """
 
 from __future__ import annotations

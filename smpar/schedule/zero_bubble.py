@@ -44,7 +44,7 @@ def zero_bubble(program: Program, microbatches: int) -> Schedule:
     require_chain(program, microbatches, "zb", on_own_ranks)
     ranks = len(program.segments)
     as_1f1b, free = tuple(range(ranks, 0, -1)), (microbatches,) * ranks
-    rules = [Rule(as_1f1b, True, 0.99), Rule(as_1f1b, False, 0.0), Rule(free, False, 0.0)]
+    rules = [Rule(as_1f1b, True, 1.0), Rule(as_1f1b, False, 0.0), Rule(free, False, 0.0)]
     return _fastest("zb", program, microbatches, rules)
 
 
@@ -57,8 +57,8 @@ def zbv(program: Program, microbatches: int) -> Schedule:
 
     ::
 
-        rank 0 |0120₀⁰1₁₀¹₁⁰32₂¹²·₂3₃²³₃³|
-        rank 1 |·0011₀₀⁰₁₁⁰22¹¹₂3₂3²²₃₃³³|
+        rank 0 |0120₀⁰1₁₀¹⁰3₁¹2₂²·3₃₂³²₃³|
+        rank 1 |·0011₀₀⁰₁₁⁰22¹¹3₂3₂²²₃₃³³|
 
     Args:
         program: a chain, one segment in each of 2p stages, stages r and 2p-1-r on rank r.
@@ -69,7 +69,7 @@ def zbv(program: Program, microbatches: int) -> Schedule:
     """
     require_chain(program, microbatches, "zbv", is_vee)
     free = (microbatches,) * program.size
-    rules = [Rule(free, True, 0.0), Rule(free, False, 0.6), Rule(free, True, 0.3), Rule(free, False, 0.0)]
+    rules = [Rule(free, True, 0.0), Rule(free, True, 0.3), Rule(free, False, 0.0)]
     return _fastest("zbv", program, microbatches, rules)
 
 
