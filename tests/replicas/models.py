@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,7 @@ class Layers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         widths = [WIDTH, 16, 5, 12, 9, WIDTH]
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(widths, widths[1:], strict=False))
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(widths))
 
     def forward(self, x: Tensor, extra: bool) -> Tensor:
         for layer in self.layers:
