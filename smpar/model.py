@@ -74,7 +74,7 @@ class DistributedModel(nn.Module):
                 "the first is above 0, the second 1 or more"
             )
         now = runtime()
-        check_pins(module, now.world.axis_size("pp"))
+        check_pins(module, now.stages)
         if now.world.device.type == "cuda" and not any(p.is_meta for p in module.parameters()):
             module.to(now.world.device)
         self.module = module
@@ -99,7 +99,7 @@ class DistributedModel(nn.Module):
             name_of=lambda p: next((n for n, q in module.named_parameters() if q is p), "(unknown)"),
         )
         self.replicas = Replicas(world, self.reducer, self._own_buffers if broadcast_buffers else None)
-        if world.axis_size("pp") > 1:
+        if now.stages > 1:
             self.pipeline = Pipeline(module, now.config, world, now.spans, self.reducer, trace_execution_times)
             self.pipeline.after_partition.append(self._partition_done)
             self.pipeline.after_hand_over.append(self._handed_over)
@@ -189,8 +189,8 @@ class DistributedModel(nn.Module):
         """Names and modules that run on this rank; split modules run on all."""
         away: set[nn.Module] = set()
         if self.pipeline is not None and self.pipeline.partitioned is not None:
-            units = self.pipeline.layout.units
-            away = {m for u, stage in units.items() if stage != self.pipeline.stage for m in u.modules()}
+            layout, rank = self.pipeline.layout, self.pipeline.rank
+            away = {m for u, stage in layout.units.items() if layout.ranks[stage] != rank for m in u.modules()}
         return ((n, m) for n, m in self.module.named_modules() if m not in away)
 
     def local_modules(self) -> Iterator[nn.Module]:

@@ -28,8 +28,8 @@ from smpar.runtime.partitioning import Goal, Partitioned, make_layout
 from smpar.runtime.planning import explore
 from smpar.runtime.reducer import Reducer
 from smpar.runtime.ties import Ties
-from smpar.runtime.wires import buffer_for, pack, receive, send
-from smpar.schedule import make_schedule
+from smpar.runtime.wires import NoChannels, buffer_for, pack, receive, send
+from smpar.schedule import make_schedule, placement
 from smpar.stage.explorer import ValueNeeded
 from smpar.stage.layout import Late, Layout
 from smpar.stage.record import MicrobatchProgram
@@ -101,6 +101,10 @@ class Look:
 class Pipeline:
     """One model over the stages of this rank's pipeline group.
 
+    Attributes:
+        rank, size: this rank's place among the pipeline's ranks, and their number.
+        ranks: stage -> the rank that runs it.
+
     Args:
         model: the user's module, whole on every rank until it is partitioned.
         reducer: of its gradients.
@@ -115,8 +119,9 @@ class Pipeline:
         self.world = world
         self.spans = spans
         self.measure = measure
-        self.stage = world.axis_rank("pp")
-        self.stages = world.axis_size("pp")
+        self.rank = world.axis_rank("pp")
+        self.size = world.axis_size("pp")
+        self.ranks = placement(config.pipeline, self.size, config.virtual_stages)
         self.outcomes = Outcomes(FakeRunner(world.device))
         self.partitioned: Partitioned | None = None
         self.timetable: Timetable | None = None
@@ -147,13 +152,22 @@ class Pipeline:
     def channels(self) -> StageChannels:
         if self._channels is None:
             opened = open_channels(self.world, self.world.device)
-            assert opened is not None
-            self._channels = StageChannels(opened, self.world, self.spans)
+            self._channels = StageChannels(opened or NoChannels(), self.world, self.spans)
         return self._channels
 
     def holds(self, parameter: torch.Tensor) -> bool:
         """Whether this rank has the parameter's data."""
-        return self.partitioned is None or self.stage in self.layout.holders.get(id(parameter), {self.stage})
+        layout = self.partitioned.layout if self.partitioned is not None else None
+        return layout is None or id(parameter) not in layout.holders or self.rank in layout.holding(parameter)
+
+    def owns(self, parameter: torch.Tensor) -> bool:
+        """Whether this rank is the one that answers for a parameter, in state dicts and norms."""
+        return id(parameter) not in self.layout.holders or self.layout.owner(parameter) == self.rank
+
+    @property
+    def stages(self) -> int:
+        """Number of stages, virtual ones included."""
+        return len(self.ranks)
 
     # -- a step ---------------------------------------------------------------------------------
 
@@ -215,7 +229,7 @@ class Pipeline:
         self._hand_over()
         if programs is not None:
             self._close()
-        executor = Executor(self.layout, self.channels, self.stage, self.spans, self.reducer)
+        executor = Executor(self.layout, self.channels, self.rank, self.spans, self.reducer)
         timetable = None if programs is None else self._timetable(tuple(programs))
         with self.reducer.step(self._shared_parameters(), timetable, self._ties):
             with marked(self.layout, inside=programs is None), patched():
@@ -240,7 +254,10 @@ class Pipeline:
         if any(p.is_meta for p in self.model.parameters()):
             raise ModelError("the model has parameters on the meta device, which hold no values to train")
         c = self.config
-        goal = Goal(self.stages, c.microbatches, c.memory_weight, c.auto_partition, c.default_partition, c.skip_tracing)
+        goal = Goal(
+            len(self.ranks), c.microbatches, c.memory_weight, c.auto_partition, c.default_partition, c.skip_tracing
+        )
+        goal = dataclasses.replace(goal, ranks=self.ranks)
         with self._tracing("partitioning the model"), contextlib.ExitStack() as stack:
             if self.measure:
                 measurer = stack.enter_context(Measurer(self.outcomes, self.world.rank == 0))
@@ -339,15 +356,17 @@ class Pipeline:
             shape = programs[0].shape
             if any(p.shape.backward for p in programs):
                 shape = dataclasses.replace(shape, backward=True)
-            schedule = make_schedule(self.config.pipeline, shape, len(programs), active=self.config.active_microbatches)
-            found = Timetable(schedule, programs, self.stage)
+            schedule = make_schedule(
+                self.config.pipeline, shape, len(programs), active=self.config.active_microbatches or None
+            )
+            found = Timetable(schedule, programs, self.rank)
             self._timetables.keep(key, found)
         return found
 
     # -- parameters -----------------------------------------------------------------------------
 
     def _close(self) -> None:
-        """After the first plan: give up the parameters of other stages."""
+        """After the first plan: give up the parameters of other ranks."""
         layout = self.layout
         if layout.closed:
             return
@@ -363,7 +382,7 @@ class Pipeline:
             hook()
 
     def _hand_over(self) -> None:
-        """Give parameters to stages that have come to need them, and let the optimizer know."""
+        """Give parameters to ranks that have come to need them, and let the optimizer know."""
         late, self.layout.late = self.layout.late, []
         if not late:
             return
@@ -372,11 +391,11 @@ class Pipeline:
             for one in late:
                 if one.has_value:
                     continue
-                parameter, owner, stage = one.parameter, one.owner, one.stage
+                parameter, owner, taker = one.parameter, one.owner, one.taker
                 meta = self.outcomes.runner.layout_of(parameter)
-                if self.stage == owner:
-                    send(self.channels, stage, parameter, meta)
-                elif self.stage == stage:
+                if self.rank == owner:
+                    send(self.channels, taker, parameter, meta)
+                elif self.rank == taker:
                     parameter.data = receive(self.channels, owner, meta)
         for hook in self.after_hand_over:
             hook(late)
@@ -385,9 +404,8 @@ class Pipeline:
         """Parameters of this rank whose gradients are not done with its own backwards."""
         if self._shared is None:
             mine = [p for p in self._parameters if p.requires_grad and self.holds(p)]
-            holders = self.layout.holders
-            self._shared = [p for p in mine if not self.reducer.idle or len(holders[id(p)]) > 1]
-            ties = Ties(self._shared, lambda p: holders[id(p)], self.channels, self.stage)
+            self._shared = [p for p in mine if not self.reducer.idle or len(self.layout.holding(p)) > 1]
+            ties = Ties(self._shared, self.layout.holding, self.channels, self.rank)
             self._ties = ties if ties.parameters else None
             if not self.layout.closed:  # further stages may still come to hold one
                 shared, self._shared = self._shared, None
@@ -406,19 +424,19 @@ class Pipeline:
         for result in results:
             for leaf in tree.tensors(result):
                 if type(leaf) is StageTensor:
-                    found.setdefault(leaf.home, []).append(leaf)
+                    found.setdefault(self.ranks[leaf.home], []).append(leaf)
         real: dict[int, torch.Tensor] = {}
         for home, tensors in sorted(found.items()):
             unique = list({id(t): t for t in tensors}.values())
-            if home == self.stage:
+            if home == self.rank:
                 for t in unique:
                     real[id(t)] = t.parameter if t.parameter is not None else t.value  # type: ignore[assignment]
                 flat = [pack(real[id(t)], meta_of(t)) for t in unique]
                 if sum(f.numel() for f in flat):
                     joined = torch.cat(flat) if len(flat) > 1 else flat[0]
-                    for stage in range(self.stages):
-                        if stage != home:
-                            self.channels.send(stage, joined)
+                    for rank in range(self.size):
+                        if rank != home:
+                            self.channels.send(rank, joined)
             else:
                 buffers = [buffer_for(meta_of(t)) for t in unique]
                 sizes = [memory.numel() for _, memory in buffers]

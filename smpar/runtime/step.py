@@ -121,7 +121,7 @@ def _run(now: Runtime, fn: Callable[..., Any], arguments: Mapping[str, Any], bat
     model = now.maybe_model
     average = model is None or model.average_grads
     shares = batch.weights if average else (1.0,) * len(batch.weights)
-    pipeline = now.model.pipeline if now.world.axis_size("pp") > 1 else None
+    pipeline = now.model.pipeline if now.stages > 1 else None
     look = None if pipeline is None else pipeline.look(fn, batch, arguments)
     seed, known = _agree(now, fn, arguments, look)
     if model is not None:
