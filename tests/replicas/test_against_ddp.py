@@ -42,9 +42,15 @@ def test_eight_processes(pool: Pool, seed: int, placement: str) -> None:
     check(pool, 8, Case(Tied, config(2, placement_strategy=placement), TINY), seed)
 
 
-@pytest.mark.parametrize("pipeline", ["simple", "gpipe", "1f1b"])
-def test_schedules(pool: Pool, seed: int, pipeline: str) -> None:
-    check(pool, 4, Case(Layers, config(2, 4, pipeline=pipeline), TINY), seed)
+@pytest.mark.parametrize("model", [Layers, Tied])
+@pytest.mark.parametrize("pipeline", ["simple", "gpipe", "1f1b", "interleaved_1f1b", "zb", "zbv"])
+def test_schedules(pool: Pool, seed: int, pipeline: str, model: type) -> None:
+    check(pool, 4, Case(model, config(2, 4, pipeline=pipeline), TINY), seed)
+
+
+@pytest.mark.parametrize("pipeline", ["interleaved_1f1b", "zbv"])
+def test_virtual_stages_of_one_rank(pool: Pool, seed: int, pipeline: str) -> None:
+    check(pool, 2, Case(Tied, config(1, 4, pipeline=pipeline), TINY), seed)
 
 
 @pytest.mark.parametrize("model", [Frozen, Complex, Images])
