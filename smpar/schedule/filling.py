@@ -72,7 +72,7 @@ class Chain:
         shares = []
         for segment, place in enumerate(self.rank):
             mine = [saved[other] for other in self.segments_of[place]]
-            shares.append(saved[segment] / sum(mine) if min(mine) > 0 else 1 / len(mine))
+            shares.append(saved[segment] / sum(mine) if any(mine) else 1 / len(mine))
         return tuple(shares)
 
     @cached_property
