@@ -4,6 +4,10 @@
                                                     x.wait() has a, y.wait() has b: the n-th receive gets the n-th send
 
 Directions and pairs are independent of each other. Both ends take order, shapes and types from the schedule.
+A send never waits for its consumer, on either kind of channel:
+
+    GlooChannels    one gloo group for all pairs; its tags and pairs keep messages apart
+    NcclChannels    one communicator per directed pair: a queue of its own, on CUDA a stream of its own
 
 What gloo does, measured on torch 2.13: ``send`` returns after some 10 us, and completes only once the peer has posted
 the matching receive, whatever the size; whether it has completed cannot be asked, only waited for. So a send must not
@@ -12,11 +16,12 @@ be waited for where the peer may still be busy, and what was sent is kept until 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol, cast
 
 import torch
@@ -57,6 +62,10 @@ class Channels(Protocol):
         ...
 
 
+# Device type -> the backend whose communicators are queues, each in one order; gloo carries what is not named here.
+IN_ORDER = {"cuda": "nccl"}
+
+
 def open_channels(world: World, device: torch.device) -> Channels | None:
     """Channels for tensors on ``device``, among all ranks of this rank's pipeline group; None if it is alone there.
 
@@ -64,7 +73,8 @@ def open_channels(world: World, device: torch.device) -> Channels | None:
     """
     if world.axis_size("pp") == 1:
         return None
-    return NcclChannels(world) if device.type == "cuda" else GlooChannels(world)
+    backend = IN_ORDER.get(device.type)
+    return GlooChannels(world) if backend is None else NcclChannels(world, device, backend)
 
 
 class _Transfers(Protocol):
@@ -155,50 +165,109 @@ class _Reaper:
 
 
 class _NcclHandle:
-    __slots__ = ("_tensor", "_work")
+    __slots__ = ("_open", "_stream", "_tensor", "_work")
 
-    def __init__(self, work: dist.Work, tensor: torch.Tensor) -> None:
-        self._work, self._tensor = work, tensor
+    def __init__(self, work: dist.Work, tensor: torch.Tensor, unfinished: set[_NcclHandle]) -> None:
+        self._work, self._tensor, self._open = work, tensor, unfinished
+        self._stream = _current_stream(tensor)
+        unfinished.add(self)
 
     def wait(self) -> torch.Tensor:
-        self._work.wait()  # the current stream waits, not the process
+        _wait(self._work)
+        self._open.discard(self)
+        here = _current_stream(self._tensor)
+        if here is not None and here != self._stream:
+            # It was allocated on the stream of its post: when freed, that stream would take it again at once.
+            self._tensor.record_stream(here)
         return self._tensor
 
 
 class NcclChannels:
-    """Channels over NCCL: a communicator of two ranks, hence a stream, for each directed pair of the pipeline group.
+    """Channels whose communicators are queues: one of two ranks, hence one stream, per directed pair of a pipeline.
 
     One communicator for both directions, or for all pairs, would order what must be independent, and hang.
+
+        rank 0's host    send(1, a) ── post_recv(1, b) ─────────── b.wait() ── next work ── finish()
+        its streams
+          current        makes a ─┐                                ┌▶ uses b             ┌▶ step ends
+          0 to 1                  └▶ sends a (blocked till rank 1 receives) ─────────────┘
+          1 to 0                        receives b ────────────────┘
+
+    Every arrow is an event on which a stream waits; the host waits for none of them. So memory must outlive what the
+    host has long asked for:
+
+    * What is sent is kept until the send is done. The current stream may free it only behind an event that says so:
+      at `finish` it waits for the send, so that memory freed after that is reused behind it.
+    * What is received is allocated on the current stream, which the communicator's stream waits for before it writes:
+      earlier users of that memory are done by then. It is kept until `wait` has put the current stream behind the
+      write; a handle that is dropped before, as when a step fails, leaves it here.
+
+    NCCL connects a communicator when it is first used, and its host waits there for the peer's: in the midst of a
+    schedule two ranks could each wait in another pair. So all pairs connect here, in one order.
+
+    Args:
+        world: all its ranks make channels together.
+        device: where the tensors are.
+        backend: name of a backend of torch.distributed.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, device: torch.device, backend: str = "nccl") -> None:
         self._rank = world.rank
-        self._pairs: dict[tuple[int, int], dist.ProcessGroup] = {}
-        self._sent: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        self._out: dict[int, dist.ProcessGroup] = {}
+        self._in: dict[int, dist.ProcessGroup] = {}
+        self._sent: deque[tuple[dist.Work, torch.Tensor, torch.cuda.Stream | None]] = deque()
+        self._unfinished: set[_NcclHandle] = set()
         for ranks in world.mesh.groups("pp"):
             for src, dst in itertools.permutations(ranks, 2):
-                # Every rank of the world makes every pair, in the same order: torch names groups by counting them.
-                pair = dist.new_group([src, dst], backend="nccl", group_desc=f"smpar {src} to {dst}")
-                if world.rank in (src, dst):
-                    self._pairs[src, dst] = pair
+                pair = world.new_group([src, dst], backend, f"smpar {src} to {dst}")
+                if world.rank == src:
+                    self._out[dst] = pair
+                    self.send(dst, torch.zeros(1, device=device))
+                elif world.rank == dst:
+                    self._in[src] = pair
+                    self.post_recv(src, torch.empty(1, device=device)).wait()
+        self.finish()
 
     def post_recv(self, src: int, tensor: torch.Tensor) -> _NcclHandle:
-        """See `Channels.post_recv`."""
-        pair = self._pairs[src, self._rank]
-        return _NcclHandle(pair.recv([tensor], dist.get_group_rank(pair, src), 0), tensor)
+        """See `Channels.post_recv`.
+
+        Raises:
+            CommError: the connection ended.
+        """
+        with _translated():
+            work = self._in[src].recv([tensor], int(src > self._rank), 0)
+        return _NcclHandle(work, tensor, self._unfinished)
 
     def send(self, dst: int, tensor: torch.Tensor) -> None:
-        """See `Channels.send`."""
-        pair, tensor = self._pairs[self._rank, dst], tensor.contiguous()
-        work = pair.send([tensor], dist.get_group_rank(pair, dst), 0)
-        self._sent.append((work, tensor))
+        """See `Channels.send`.
+
+        Raises:
+            CommError: the connection ended.
+        """
+        tensor = tensor.contiguous()
+        with _translated():
+            work = self._out[dst].send([tensor], int(dst > self._rank), 0)
+        self._sent.append((work, tensor, _current_stream(tensor)))
         while self._sent and self._sent[0][0].is_completed():
             self._sent.popleft()
 
     def finish(self) -> None:
-        """See `Channels.finish`: the current stream waits, not the process."""
+        """See `Channels.finish`; on CUDA the current stream waits, not the host.
+
+        Raises:
+            CommError: a connection ended.
+        """
+        kept: deque[tuple[dist.Work, torch.Tensor, torch.cuda.Stream | None]] = deque()
         while self._sent:
-            self._sent.popleft()[0].wait()
+            work, tensor, stream = self._sent.popleft()
+            _wait(work)
+            if stream != _current_stream(tensor) and not work.is_completed():
+                kept.append((work, tensor, stream))  # its own stream is not behind the send, and would reuse it
+        self._sent = kept
+
+
+def _current_stream(tensor: torch.Tensor) -> torch.cuda.Stream | None:
+    return torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
 
 
 def _start(transfer: Callable[[list[torch.Tensor], int, int], dist.Work], tensor: torch.Tensor, peer: int) -> dist.Work:
@@ -211,6 +280,14 @@ def _start(transfer: Callable[[list[torch.Tensor], int, int], dist.Work], tensor
 def _wait(work: dist.Work) -> None:
     try:
         work.wait()
+    except RuntimeError as error:
+        raise _ended(error) from error
+
+
+@contextlib.contextmanager
+def _translated() -> Iterator[None]:
+    try:
+        yield
     except RuntimeError as error:
         raise _ended(error) from error
 

@@ -18,6 +18,7 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
@@ -84,6 +85,8 @@ class World:
         self.mailbox: deque[bytes] = deque()
         self.watch: FailureWatch | None = None
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._further: list[dist.ProcessGroup] = []
+        self._timeout = TIMEOUT
         self._ranks = {axis: mesh.group(axis, rank) for axis in AXES}
         self._owns_dist = False
         self._closed = False
@@ -119,6 +122,7 @@ class World:
         store = PrefixStore(prefix, store)
         local_rank, local_size, instance_id = _locality(store, rank, size)
         world = cls(mesh, rank, local_rank, local_size, instance_id)
+        world._timeout = timeout
         if world.device.type == "cuda":
             try:
                 _use_device(world)
@@ -170,6 +174,21 @@ class World:
             self._groups[ranks] = _default_group()
         return self._groups[ranks]
 
+    def new_group(self, ranks: Sequence[int], backend: str, what: str) -> dist.ProcessGroup:
+        """A further process group, which ends with this world, and is aborted with it when a rank fails.
+
+        All ranks of the world call this, in one order: torch names groups by counting them.
+
+        Args:
+            ranks: its members, global.
+            backend: name of a backend of torch.distributed.
+            what: what it is for, for logs.
+        """
+        group = dist.new_group(list(ranks), timeout=self._timeout, backend=backend, group_desc=what)
+        if self.rank in ranks:
+            self._further.append(group)
+        return group
+
     # -- failure
 
     def guard(self) -> AbstractContextManager[None]:
@@ -193,10 +212,11 @@ class World:
         if self._owns_dist and dist.is_initialized():
             dist.destroy_process_group()
         else:
-            for group in self._groups.values():
+            for group in (*self._groups.values(), *self._further):
                 if dist.is_initialized() and group is not _default_group():
                     dist.destroy_process_group(group)
         self._groups.clear()
+        self._further.clear()
         if _current is self:
             set_current(None)
 
@@ -222,7 +242,7 @@ class World:
         self._groups = {ranks: group for ranks, group in made.items() if self.rank in ranks}
 
     def _abort_devices(self) -> None:
-        for group in self._groups.values():
+        for group in (*self._groups.values(), *self._further):
             with contextlib.suppress(RuntimeError):  # never used on the device: no communicator to abort
                 group._get_backend(torch.device("cuda")).abort()
 

@@ -31,6 +31,7 @@ from smpar.runtime.ties import Gradients, Ties
 from smpar.runtime.wide import Wide, wide_type
 
 _REMEMBERED = 128  # programs whose windows are known
+_NEVER = 1 << 62  # times to be told of, for a parameter that is ready at the step's end only
 
 
 class _Listener:
@@ -111,6 +112,7 @@ class Reducer:
         self._open = False  # whether the buckets' memory is this step's
         self._left: list[int] = []
         self._heard: list[int] | None = None  # while learning: who was told of in the windows
+        self._strays: set[int] = set()  # and of them, who was told of after its window
         self._next = 0
         self._before: list[tuple[nn.Parameter, Tensor]] = []
 
@@ -230,7 +232,7 @@ class Reducer:
         if self._overlapping:
             expected = self._expected.get(key)
             if expected is None:
-                self._heard = []
+                self._heard, self._strays = [], set()
             else:
                 self._expected.move_to_end(key)
                 self._left = expected.copy()
@@ -281,7 +283,9 @@ class Reducer:
                 self._launch_ready()
 
     def _guard(self, index: int) -> None:
-        """Outside of windows."""
+        """Outside of windows: a parameter that is told of in one before is done later than that."""
+        if self._heard is not None and index in self._heard:
+            self._strays.add(index)
         home = self._home[index]
         if home is not None and home[0].launched:
             raise LateGradient(f"parameter {self._name_of(self._parameters[index])}")
@@ -383,7 +387,9 @@ class Reducer:
         counts = [0] * len(self._parameters)
         for index in heard:
             counts[index] += 1
-        self._expected[self._key] = [max(1, count) for count in counts]
+        self._expected[self._key] = [
+            _NEVER if index in self._strays else max(1, count) for index, count in enumerate(counts)
+        ]
         if len(self._expected) > _REMEMBERED:
             self._expected.popitem(last=False)
         last = list(dict.fromkeys(reversed(heard)))  # each where it was told of last

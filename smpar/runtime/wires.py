@@ -81,8 +81,8 @@ def _dense_stride(meta: Meta) -> tuple[int, ...]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_contiguous(meta: Meta) -> bool:
-    return _dense_stride(meta) == torch.empty(meta.shape, device="meta").stride()
+def _goes_as_it_is(meta: Meta) -> bool:
+    return meta.dtype in _SENT_AS_IS and _dense_stride(meta) == torch.empty(meta.shape, device="meta").stride()
 
 
 class Inbox:
@@ -129,8 +129,8 @@ class Inbox:
 def send(channels: Channels, rank: int, tensor: torch.Tensor, meta: Meta) -> None:
     """Send a tensor to a rank without waiting for it."""
     tensor = tensor.detach()
-    plain = meta.dtype in _SENT_AS_IS and tensor.is_contiguous() and _is_contiguous(meta)
-    flat = tensor if plain else pack(tensor, meta)
+    # The receiver knows the meta alone, so that must decide: both ends of a transfer name the same type and size.
+    flat = tensor.resolve_neg().contiguous() if _goes_as_it_is(meta) else pack(tensor, meta)
     if flat.numel():
         channels.send(rank, flat)
 
@@ -145,7 +145,7 @@ def receive(channels: Channels, rank: int, meta: Meta) -> torch.Tensor:
 
 def _buffer(meta: Meta) -> tuple[torch.Tensor, torch.Tensor]:
     """A tensor to receive into, and what the channel fills: the tensor itself where that is simple."""
-    if meta.dtype in _SENT_AS_IS and _is_contiguous(meta):
+    if _goes_as_it_is(meta):
         tensor = torch.empty(meta.shape, dtype=meta.dtype, device=meta.device)
         return tensor, tensor
     return buffer_for(meta)

@@ -8,7 +8,7 @@ import time
 
 import torch
 
-from smpar.comm.channels import KEPT, GlooChannels, open_channels
+from smpar.comm.channels import KEPT, Channels, GlooChannels, open_channels
 from smpar.comm.world import World
 from smpar.config import Config
 from tests.harness import Pool
@@ -20,30 +20,35 @@ def payload(seed: int, src: int, dst: int, n: int) -> torch.Tensor:
     return torch.randn(sizes[(seed + src + 3 * dst + n) % 4], 2, generator=draw)
 
 
+def mixed(channels: Channels, rank: int, seed: int, count: int) -> None:
+    """Four ranks, each with each, in orders of their own."""
+    draw = random.Random(seed + rank)  # each rank mixes its own sends and receives differently
+    for step in range(2):
+        peers = [r for r in range(4) if r != rank]
+        to_send = [dst for dst in peers for _ in range(count)]
+        draw.shuffle(to_send)
+        handles = {}
+        for n in range(count):
+            for src in draw.sample(peers, 3):
+                buffer = torch.empty_like(payload(seed + step, src, rank, n))
+                handles[src, n] = channels.post_recv(src, buffer)
+        sent = dict.fromkeys(peers, 0)
+        for dst in to_send:
+            channels.send(dst, payload(seed + step, rank, dst, sent[dst]))
+            sent[dst] += 1
+        order = list(handles)
+        draw.shuffle(order)
+        for src, n in order:
+            assert torch.equal(handles[src, n].wait(), payload(seed + step, src, rank, n)), (src, n)
+        channels.finish()
+
+
 def all_to_all(seed: int, count: int) -> None:
     world = World.open(Config.from_dict({"partitions": 4}))
     channels = open_channels(world, torch.device("cpu"))
     assert isinstance(channels, GlooChannels)
     try:
-        draw = random.Random(seed + world.rank)  # each rank mixes its own sends and receives differently
-        for step in range(2):
-            peers = [r for r in range(4) if r != world.rank]
-            to_send = [dst for dst in peers for _ in range(count)]
-            draw.shuffle(to_send)
-            handles = {}
-            for n in range(count):
-                for src in draw.sample(peers, 3):
-                    buffer = torch.empty_like(payload(seed + step, src, world.rank, n))
-                    handles[src, n] = channels.post_recv(src, buffer)
-            sent = dict.fromkeys(peers, 0)
-            for dst in to_send:
-                channels.send(dst, payload(seed + step, world.rank, dst, sent[dst]))
-                sent[dst] += 1
-            order = list(handles)
-            draw.shuffle(order)
-            for src, n in order:
-                assert torch.equal(handles[src, n].wait(), payload(seed + step, src, world.rank, n)), (src, n)
-            channels.finish()
+        mixed(channels, world.rank, seed, count)
     finally:
         world.close()
 
