@@ -245,14 +245,15 @@ def check_pipelines(
 ) -> dict[str, Any]:
     """Parity, peaks and host waits of every precision and pipeline."""
     cuda = device.type == "cuda"
-    parity: dict[str, float] = {}
+    parity: dict[str, float | None] = {}  # None: not a number
     peaks: dict[str, float] = {}
     waits: dict[str, str] = {}
     for precision in precisions:
         for options in PIPELINES:
             what = f"{precision.name}, {name_of(options)}"
             with training(device, sizes, precision, options) as pair:
-                parity[what] = far = distance(pair)
+                far = distance(pair)
+                parity[what] = far if math.isfinite(far) else None
                 shown(Row("parity", what, f"{far:.1e}", "ok" if far <= precision.most else "FAILED"))
                 if not cuda:
                     continue
