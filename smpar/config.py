@@ -34,7 +34,6 @@ MOOT = {
     "horovod": "data parallelism uses torch.distributed",
     "fast_mode": "activations always go straight from the stage that makes them to the stage that uses them",
     "checkpoint_attentions": "use smpar.set_activation_checkpointing(module) on the attention modules",
-    "fp32_grad_accumulation": "gradients have their parameter's type, float32 without fp16 or bf16",
     "activation_loading_horizon": "it needs offload_activations",
 }
 

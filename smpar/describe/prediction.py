@@ -42,7 +42,7 @@ def predict_stages(model: nn.Module, partitioned: Partitioned, in_flight: tuple[
     """Predict each stage of a partition.
 
     Args:
-        in_flight: by rank, the most microbatches whose activations are kept at a time.
+        in_flight: by stage, the most microbatches whose activations are kept at a time.
     """
     layout, graph = partitioned.layout, partitioned.graph
     traced = any(u.calls for u in graph.units)
@@ -53,7 +53,7 @@ def predict_stages(model: nn.Module, partitioned: Partitioned, in_flight: tuple[
         rest = [layout.names[m] for m, s in layout.units.items() if s == stage and layout.names[m] not in known]
         held = [p for p in model.parameters() if stage in layout.holders.get(id(p), ())]
         state = sum(nbytes(p) * (STATE if p.requires_grad else 1) for p in held)
-        saved = in_flight[layout.ranks[stage]] * sum(u.saved_bytes for u in called)
+        saved = in_flight[stage] * sum(u.saved_bytes for u in called)
         stages.append(
             Stage(
                 tuple([*(u.name for u in called), *rest]),
@@ -67,20 +67,18 @@ def predict_stages(model: nn.Module, partitioned: Partitioned, in_flight: tuple[
     return stages
 
 
-def most_in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """By rank, the most microbatches begun and not yet ended; without backwards each ends at once."""
-    result = []
-    for actions in schedule.ranks:
-        last = {a.microbatch: i for i, a in enumerate(actions) if a.kind is Kind.B}
-        held: set[int] = set()
-        most = 0
-        for i, action in enumerate(actions):
-            held.add(action.microbatch)
-            most = max(most, len(held))
-            if last.get(action.microbatch, i) == i:
-                held.discard(action.microbatch)
-        result.append(most)
-    return tuple(result)
+def most_in_flight(schedule: Schedule, program: Program) -> tuple[int, ...]:
+    """By stage, the most microbatches whose activations it keeps at once; without backwards each ends at once."""
+    most, now = [0] * program.stages, [0] * program.stages
+    ends = (Kind.B, Kind.W) if program.backward else (Kind.F,)
+    for _, _, action in schedule:
+        stage = program.segments[action.segment].stage
+        if action.kind is Kind.F:
+            now[stage] += 1
+            most[stage] = max(most[stage], now[stage])
+        if action.kind in ends:
+            now[stage] -= 1
+    return tuple(most)
 
 
 def step_shape(programs: Sequence[MicrobatchProgram]) -> Program:

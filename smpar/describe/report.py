@@ -85,9 +85,9 @@ def _whole(model: DistributedModel) -> Stage:
 def _stages(now: Runtime, pipeline: Pipeline) -> list[Stage]:
     assert pipeline.partitioned is not None
     if pipeline.timetable is not None:
-        in_flight = most_in_flight(pipeline.timetable.schedule)
+        in_flight = most_in_flight(pipeline.timetable.schedule, step_shape(pipeline.timetable.programs))
     else:  # in program order, all forwards come first
-        in_flight = (now.config.microbatches,) * pipeline.layout.size
+        in_flight = (now.config.microbatches,) * pipeline.stages
     return predict_stages(pipeline.model, pipeline.partitioned, in_flight)
 
 

@@ -129,7 +129,7 @@ def _split(roots: Iterable[Node]) -> tuple[list[tuple[Node, nn.Parameter, _Make]
     uses: dict[Node, int] = {}  # node -> edges that lead to it
     leaves: list[Node] = []
     candidates: list[Node] = []
-    stack: list[Node] = []
+    stack: list[Any] = []
     for root in roots:
         if root not in uses:
             uses[root] = 1

@@ -14,6 +14,7 @@ from smpar.errors import GradientSurprise
 from smpar.observe.spans import Spans
 from smpar.runtime import backward
 from smpar.runtime.coroutine import Forward
+from smpar.runtime.reducer import Reducer
 from smpar.runtime.wires import Channels, Inbox, LiveWire, ReplayWire, send
 from smpar.schedule import Action, Kind, Message, Schedule, channel_order, lower, message_of
 from smpar.stage.explorer import Explorer
@@ -64,6 +65,17 @@ class Timetable:
         return tuple(reversed(last))
 
     @functools.cached_property
+    def final(self) -> tuple[int | None, ...]:
+        """For each action, the stage whose weights it gives their last gradients of its kind; None if it does not."""
+        seen: set[tuple[Kind, int]] = set()
+        final: list[int | None] = []
+        for action in reversed(self.actions):
+            key = action.kind, self.programs[action.microbatch].shape.segments[action.segment].stage
+            final.append(key[1] if action.kind is not Kind.F and key not in seen else None)
+            seen.add(key)
+        return tuple(reversed(final))
+
+    @functools.cached_property
     def incoming(self) -> dict[int, tuple[Message, ...]]:
         order = channel_order(self.schedule, [p.shape for p in self.programs])
         return {src: messages for (src, dst), messages in order.items() if dst == self.rank}
@@ -76,9 +88,11 @@ class Executor:
         layout: the partition.
         channels: transfers to the other ranks of the pipeline.
         rank: this rank's place in it.
+        reducer: told when backward gives a stage's weights their last gradients.
     """
 
-    def __init__(self, layout: Layout, channels: Channels, rank: int, spans: Spans) -> None:
+    def __init__(self, layout: Layout, channels: Channels, rank: int, spans: Spans, reducer: Reducer) -> None:
+        self.reducer = reducer
         self.layout = layout
         self.channels = channels
         self.rank = rank
@@ -111,6 +125,9 @@ class Executor:
                 if i + 1 < len(timetable.actions):
                     for message in timetable.needs[i + 1]:
                         inbox.expect(message)
+                final = timetable.final[i]
+                if final is not None:
+                    self.reducer.before(final)
                 with self.spans.action(action):
                     if action.kind is Kind.F:
                         forwards[action.microbatch].advance()
@@ -118,6 +135,8 @@ class Executor:
                         backward.of_weights(runs[action.microbatch].products.pop(action.segment))
                     else:
                         self._backward(runs[action.microbatch], programs[action.microbatch], action, inbox)
+                if final is not None:
+                    self.reducer.after(final)
                 if timetable.last[i] and forwards[action.microbatch].done:
                     runs[action.microbatch].release()
             for run, forward in zip(runs, forwards, strict=True):

@@ -26,7 +26,8 @@ from smpar.runtime.executor import Executor, Timetable
 from smpar.runtime.measure import Measurer
 from smpar.runtime.partitioning import Goal, Partitioned, make_layout
 from smpar.runtime.planning import explore
-from smpar.runtime.reduction import average_replicas, own_gradients, sum_tied
+from smpar.runtime.reducer import Reducer
+from smpar.runtime.ties import Ties
 from smpar.runtime.wires import NoChannels, buffer_for, pack, receive, send
 from smpar.schedule import make_schedule, placement
 from smpar.stage.explorer import ValueNeeded
@@ -106,9 +107,13 @@ class Pipeline:
 
     Args:
         model: the user's module, whole on every rank until it is partitioned.
+        reducer: of its gradients.
     """
 
-    def __init__(self, model: nn.Module, config: Config, world: World, spans: Spans, measure: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, config: Config, world: World, spans: Spans, reducer: Reducer, measure: bool = False
+    ) -> None:
+        self.reducer = reducer
         self.model = model
         self.config = config
         self.world = world
@@ -135,6 +140,7 @@ class Pipeline:
         self._count = itertools.count()
         self._digests: _Recent = _Recent()
         self._shared: list[nn.Parameter] | None = None
+        self._ties: Ties | None = None
         self._channels: StageChannels | None = None
 
     @property
@@ -223,21 +229,20 @@ class Pipeline:
         self._hand_over()
         if programs is not None:
             self._close()
-        executor = Executor(self.layout, self.channels, self.rank, self.spans)
-        shared = self._shared_parameters()
-        with own_gradients(shared):
+        executor = Executor(self.layout, self.channels, self.rank, self.spans, self.reducer)
+        timetable = None if programs is None else self._timetable(tuple(programs))
+        with self.reducer.step(self._shared_parameters(), timetable, self._ties):
             with marked(self.layout, inside=programs is None), patched():
-                if programs is None:
+                if programs is None or timetable is None:
                     results, programs = executor.in_program_order(
                         fn, batch, shares, seeds, self.outcomes, self._agree_programs
                     )
-                    self.timetable, self.in_order = None, tuple(programs)
+                    self.in_order = tuple(programs)
                 else:
-                    self.timetable = self._timetable(tuple(programs))
-                    results = executor.scheduled(fn, batch, shares, seeds, self.timetable)
-            if any(p.shape.backward for p in programs):
-                with self.spans.phase("reduce gradients"):
-                    self._reduce()
+                    results = executor.scheduled(fn, batch, shares, seeds, timetable)
+                self.timetable = timetable
+            with self.spans.phase("reduce gradients"):
+                self.reducer.finish(any(p.shape.backward for p in programs))
         self._close()
         self._hand_over()
         with self.spans.phase("share results"):
@@ -396,20 +401,20 @@ class Pipeline:
             hook(late)
 
     def _shared_parameters(self) -> list[nn.Parameter]:
-        """Parameters of this rank whose gradients other ranks have a part in."""
+        """Parameters of this rank whose gradients are not done with its own backwards."""
         if self._shared is None:
             mine = [p for p in self._parameters if p.requires_grad and self.holds(p)]
-            replicated = self.world.axis_size("dp") > 1
-            self._shared = [p for p in mine if replicated or len(self.layout.holding(p)) > 1]
+            self._shared = [p for p in mine if not self.reducer.idle or len(self.layout.holding(p)) > 1]
+            ties = Ties(self._shared, self.layout.holding, self.channels, self.rank)
+            self._ties = ties if ties.parameters else None
             if not self.layout.closed:  # further stages may still come to hold one
                 shared, self._shared = self._shared, None
                 return shared
         return self._shared
 
-    def _reduce(self) -> None:
-        sum_tied(self._shared_parameters(), self.layout, self.channels, self.rank)
-        if self.world.axis_size("dp") > 1:
-            average_replicas(self._shared_parameters(), self.world.process_group("dp"), self.world.axis_size("dp"))
+    def prepare_reducer(self) -> None:
+        """Lay out the buckets of the gradients, as a step does."""
+        self.reducer.prepare(self._shared_parameters(), self._ties)
 
     # -- results --------------------------------------------------------------------------------
 

@@ -18,7 +18,9 @@ from smpar.schedule.actions import Action, Kind
 from smpar.schedule.program import Program, Task, Transfer
 
 _EPS = 1e-9
-"""Memory is a sum of fractions."""
+"""Memory is a sum of fractions, a time one of floats."""
+
+_NEVER = float("inf")
 
 
 class Rule(NamedTuple):
@@ -27,7 +29,7 @@ class Rule(NamedTuple):
     Attributes:
         ahead: place among ranks -> most forwards of its first segment whose backward has not begun.
         turn: after a backward prefer a forward; else a backward whenever one is ready.
-        patience: idle rather than run a W if a forward or backward is due in this share of the W's time.
+        patience: idle rather than run a W if a forward or backward is due in less than this share of the W's time.
     """
 
     ahead: tuple[int, ...]
@@ -95,7 +97,9 @@ class _Clock:
         self.chain, self.microbatches, self.rule = chain, microbatches, rule
         self.last = len(segments) - 1
         self.backward = chain.program.backward
-        self.split = [segment.weight > 0 for segment in segments]
+        self.back = [Kind.I if segment.weight > 0 else Kind.B for segment in segments]
+        self.first = [mine[0] for mine in chain.segments_of]
+        self.latest_first = [mine[::-1] for mine in chain.segments_of]
         kinds = (Kind.F, Kind.B, Kind.I, Kind.W)
         self.cost = {(kind, s.index): chain.program.cost(Task(kind, s.index)) for kind in kinds for s in segments}
         self.arrival = [chain.latency.get((Kind.F, s.index), 0.0) for s in segments]
@@ -112,57 +116,54 @@ class _Clock:
         self.held, self.free, self.turned = [0.0] * size, [0.0] * size, [False] * size
         self.actions: list[list[Action]] = [[] for _ in range(size)]
 
-    def forward_start(self, place: int, segment: int) -> float | None:
-        """When the segment's next forward can start; None: not in sight."""
+    def forward_start(self, place: int, segment: int) -> float:
+        """When the segment's next forward can start; infinity: not in sight."""
         done = len(self.forwards[segment])
         if done == self.microbatches:
-            return None
+            return _NEVER
         if self.backward:
-            ahead = done - len(self.backwards[segment])
-            first = segment == self.chain.segments_of[place][0]
-            if self.held[place] > self.room[segment] or (first and ahead >= self.rule.ahead[place]):
-                return None
+            if self.held[place] > self.room[segment]:
+                return _NEVER
+            if segment == self.first[place] and done - len(self.backwards[segment]) >= self.rule.ahead[place]:
+                return _NEVER
         if segment == 0:
             return self.free[place]
         before = self.forwards[segment - 1]
-        return max(self.free[place], before[done] + self.arrival[segment]) if len(before) > done else None
+        return max(self.free[place], before[done] + self.arrival[segment]) if len(before) > done else _NEVER
 
-    def backward_start(self, place: int, segment: int) -> float | None:
-        """When the segment's next B or I can start; None: not in sight."""
+    def backward_start(self, place: int, segment: int) -> float:
+        """When the segment's next B or I can start; infinity: not in sight."""
         done = len(self.backwards[segment])
         if not self.backward or done == len(self.forwards[segment]):
-            return None
+            return _NEVER
         if segment == self.last:
             return max(self.free[place], self.forwards[segment][done])
         before = self.backwards[segment + 1]
-        return max(self.free[place], before[done] + self.departure[segment]) if len(before) > done else None
+        return max(self.free[place], before[done] + self.departure[segment]) if len(before) > done else _NEVER
 
     def choose(self, place: int) -> _Choice:
         """What the rank does next, and when."""
-        rule, turned, free = self.rule, self.turned[place], self.free[place]
-        best, best_key, what = float("inf"), (float("inf"), 0, 0), (Kind.F, 0)
-        for segment in self.chain.segments_of[place]:
-            start = self.forward_start(place, segment)
-            if start is not None:
-                key = (start, not turned if rule.turn else 1, -segment)
-                if key < best_key:
-                    best, best_key, what = start, key, (Kind.F, segment)
-            start = self.backward_start(place, segment)
-            if start is not None:
-                key = (start, turned if rule.turn else 0, -segment)
-                if key < best_key:
-                    best, best_key, what = start, key, (Kind.I if self.split[segment] else Kind.B, segment)
-        if best > free:
-            waiting = [
-                (self.backwards[segment][self.weights[segment]], segment)
-                for segment in self.chain.segments_of[place]
-                if self.split[segment] and self.weights[segment] < len(self.backwards[segment])
-            ]
-            if waiting:
-                segment = min(waiting)[1]
-                if best > free + rule.patience * self.cost[Kind.W, segment]:
-                    return free, Kind.W, segment
-        return best, *what
+        free, forward_first = self.free[place], self.rule.turn and self.turned[place]
+        best, kind, chosen = _NEVER, Kind.F, 0
+        # In order of preference, latest stage first: a later one has to be earlier in time.
+        for backward in (not forward_first, forward_first):
+            for segment in self.latest_first[place]:
+                start = self.backward_start(place, segment) if backward else self.forward_start(place, segment)
+                if start < best:
+                    best, chosen = start, segment
+                    kind = self.back[segment] if backward else Kind.F
+                    if best == free:
+                        return best, kind, chosen
+        waiting = [
+            (self.backwards[segment][self.weights[segment]], segment)
+            for segment in self.latest_first[place]
+            if self.back[segment] is Kind.I and self.weights[segment] < len(self.backwards[segment])
+        ]
+        if waiting:
+            segment = min(waiting)[1]
+            if best > free + (self.rule.patience - _EPS) * self.cost[Kind.W, segment]:
+                return free, Kind.W, segment
+        return best, kind, chosen
 
     def perform(self, place: int, start: float, kind: Kind, segment: int) -> set[int]:
         """Do it; returns the ranks that may choose otherwise now."""
@@ -180,6 +181,8 @@ class _Clock:
         elif kind is not Kind.I:
             self.held[place] -= self.chain.share[segment]
         self.actions[place].append(Action(kind, segment, microbatch))
+        if kind is Kind.W:
+            return {place}
         neighbour = min(segment + 1, self.last) if kind is Kind.F else max(segment - 1, 0)
         return {place, self.chain.rank[neighbour]}
 
@@ -193,12 +196,16 @@ def fill(chain: Chain, microbatches: int, rule: Rule) -> tuple[tuple[Action, ...
         rule: how a rank chooses.
     """
     clock = _Clock(chain, microbatches, rule)
-    each = len(chain.rank) + (len(chain.rank) + sum(clock.split) if clock.backward else 0)
+    tasks = len(chain.rank)
+    if clock.backward:
+        tasks += len(chain.rank) + clock.back.count(Kind.I)
     choices = [clock.choose(place) for place in range(len(chain.homes))]
-    for _ in range(microbatches * each):
-        place = min(range(len(choices)), key=lambda place: choices[place][0])
+    starts = [start for start, _, _ in choices]
+    for _ in range(microbatches * tasks):
+        place = starts.index(min(starts))
         for other in clock.perform(place, *choices[place]):
             choices[other] = clock.choose(other)
+            starts[other] = choices[other][0]
     result: list[tuple[Action, ...]] = [()] * chain.program.size
     for place, actions in enumerate(clock.actions):
         result[chain.homes[place]] = tuple(actions)

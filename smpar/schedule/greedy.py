@@ -95,8 +95,11 @@ def greedy(
         graphs.append(_graph(program, transfer, parted))
     best_end, best = float("inf"), Schedule(name, ((),) * program.size)
     for graph in graphs:
-        for policy in DRAIN_POLICIES if drain else POLICIES:
-            end, ranks = _run(graph, microbatches, active, policy, drain)
+        tries = [] if drain else [(policy, False) for policy in POLICIES]
+        if drain or active >= microbatches:  # Where all may be in flight, forwards first may be the fastest.
+            tries += [(policy, True) for policy in DRAIN_POLICIES]
+        for policy, drains in tries:
+            end, ranks = _run(graph, microbatches, active, policy, drains)
             if end < best_end * (1 - _GAIN):
                 best_end, best = end, Schedule(name, ranks)
     return best

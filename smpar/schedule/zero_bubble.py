@@ -14,8 +14,8 @@ from smpar.schedule.program import Program
 from smpar.schedule.simulate import makespan, times
 
 _DELAY = 0.05
-"""What a message is thought to take, in mean forwards and whole backwards: an order without any slack would lose that
-much at each message. On two ranks in a V it costs nothing to leave it."""
+"""What a message is thought to take, as a share of the mean of forwards and whole backwards: orders without any slack
+lose that much at each message. On two ranks in a V, leaving it costs nothing."""
 
 
 def zero_bubble(program: Program, microbatches: int) -> Schedule:
@@ -44,7 +44,7 @@ def zero_bubble(program: Program, microbatches: int) -> Schedule:
     require_chain(program, microbatches, "zb", on_own_ranks)
     ranks = len(program.segments)
     as_1f1b, free = tuple(range(ranks, 0, -1)), (microbatches,) * ranks
-    rules = [Rule(as_1f1b, True, 0.99), Rule(as_1f1b, False, 0.0), Rule(free, False, 0.0)]
+    rules = [Rule(as_1f1b, True, 1.0), Rule(as_1f1b, False, 0.0), Rule(free, False, 0.0)]
     return _fastest("zb", program, microbatches, rules)
 
 
@@ -57,8 +57,8 @@ def zbv(program: Program, microbatches: int) -> Schedule:
 
     ::
 
-        rank 0 |0120₀⁰1₁₀¹₁⁰32₂¹²·₂3₃²³₃³|
-        rank 1 |·0011₀₀⁰₁₁⁰22¹¹₂3₂3²²₃₃³³|
+        rank 0 |0120₀⁰1₁₀¹⁰3₁¹2₂²·3₃₂³²₃³|
+        rank 1 |·0011₀₀⁰₁₁⁰22¹¹3₂3₂²²₃₃³³|
 
     Args:
         program: a chain, one segment in each of 2p stages, stages r and 2p-1-r on rank r.
@@ -69,25 +69,21 @@ def zbv(program: Program, microbatches: int) -> Schedule:
     """
     require_chain(program, microbatches, "zbv", is_vee)
     free = (microbatches,) * program.size
-    rules = [Rule(free, True, 0.0), Rule(free, False, 0.6), Rule(free, True, 0.3), Rule(free, False, 0.0)]
+    rules = [Rule(free, True, 0.0), Rule(free, True, 0.3), Rule(free, False, 0.0)]
     return _fastest("zbv", program, microbatches, rules)
 
 
 def _fastest(name: str, program: Program, microbatches: int, rules: Sequence[Rule]) -> Schedule:
-    """The fastest of some orders in which no rank holds more than p microbatches; of equally fast ones the first.
+    """The fastest of some orders in which no rank holds more than p microbatches.
 
-    Each rule gives one order that counts on every message to arrive at once and one that leaves time for it; they are
-    compared with that time.
+    Each rule gives one order that counts on every message to arrive at once, and one that leaves time for it. Of
+    equally fast ones, the one that is fastest when messages take that time.
     """
     delay = _DELAY * sum(map(program.cost, program.tasks)) / max(1, len(program.tasks))
-    best_end, best = float("inf"), Schedule(name, ((),) * program.size)
-    seen = set()
-    for chain in (Chain(program), Chain(program, delay)):
-        for rule in rules:
-            schedule = Schedule(name, fill(chain, microbatches, rule))
-            if schedule.ranks not in seen:
-                seen.add(schedule.ranks)
-                end = makespan(times(schedule, program, delay))
-                if end < best_end * (1 - 1e-6):
-                    best_end, best = end, schedule
-    return best
+    orders = {
+        fill(chain, microbatches, rule): None for chain in (Chain(program), Chain(program, delay)) for rule in rules
+    }
+    schedules = [Schedule(name, ranks) for ranks in orders]
+    ends = [makespan(times(schedule, program)) for schedule in schedules]
+    best = [s for s, end in zip(schedules, ends, strict=True) if end <= min(ends) * (1 + 1e-6)]
+    return min(best, key=lambda schedule: makespan(times(schedule, program, delay))) if best[1:] else best[0]

@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import random
+import re
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 
 import pytest
 
 from smpar.errors import ScheduleError
-from smpar.schedule import Action, Kind, Schedule, draw_svg, draw_text, list_schedule, times
+from smpar.schedule import (
+    Action,
+    Kind,
+    Schedule,
+    draw_svg,
+    draw_text,
+    gpipe,
+    list_schedule,
+    make_schedule,
+    memory,
+    times,
+    zero_bubble,
+)
 
-from .programs import chain, random_program
+from .programs import chain, random_program, split_chain
+
+SVG = "{http://www.w3.org/2000/svg}"
 
 
-def test_text_columns_are_proportional_to_time() -> None:
-    seed = random.randrange(2**32)
-    print(f"{seed=}")
+def test_text_columns_are_proportional_to_time(seed: int) -> None:
     rng = random.Random(seed)
     program = chain(3, rng.uniform(0.5, 2), rng.uniform(0.5, 4))
     schedule = list_schedule(program, 5)
@@ -31,16 +45,58 @@ def test_text_columns_are_proportional_to_time() -> None:
             assert row.count(digit) == pytest.approx(400 * spent / whole, abs=1.01)
 
 
-def test_svg_shows_every_action_once() -> None:
-    seed = random.randrange(2**32)
-    print(f"{seed=}")
+@pytest.mark.parametrize("name", ["list", "zb"])
+def test_svg_shows_every_action_once_and_weights_hatched(name: str, seed: int) -> None:
     program = random_program(random.Random(seed))
-    schedule = list_schedule(program, 3)
+    schedule = make_schedule(name, program, 3)
     root = ET.fromstring(draw_svg(schedule, program))
-    space = "{http://www.w3.org/2000/svg}"
-    titles = [group.findtext(f"{space}title", "").split(":")[0] for group in root.iter(f"{space}g")]
+    titles = [group.findtext(f"{SVG}title", "").split(":")[0] for group in root.iter(f"{SVG}g")]
     assert sorted(titles) == sorted(str(action) for _, _, action in schedule)
-    assert root.findtext(f"{space}title", "").startswith("list: ")
+    assert root.findtext(f"{SVG}title", "").startswith(f"{schedule.name}: ")
+    hatched = [
+        group.findtext(f"{SVG}title", "").split(":")[0]
+        for group in root.iter(f"{SVG}g")
+        if any(box.get("fill") == "url(#weights)" for box in group.iter(f"{SVG}rect"))
+    ]
+    assert sorted(hatched) == sorted(str(a) for _, _, a in schedule if a.kind is Kind.W)
+
+
+def test_split_backwards_are_told_apart_in_text() -> None:
+    """4 of each digit are forwards, backwards of inputs and of weights, one column each on two ranks."""
+    program = split_chain("zb", 2)
+    text = draw_text(zero_bubble(program, 3), program, width=10)
+    rows = "".join(line.partition("|")[2] for line in text.splitlines() if line.startswith("rank"))
+    for digits in ("012", "₀₁₂", "⁰¹²"):
+        assert all(rows.count(digit) == 2 for digit in digits)
+    assert "⁰-⁹ of weights" in text and "⁰-⁹" not in draw_text(gpipe(program, 3), program)
+
+
+def test_memory_lines_are_to_scale(seed: int) -> None:
+    """Of one rank's peak of 8 units, 3 are 3 eighths of a block; the other rank's in the same scale."""
+    size = random.Random(seed).randint(1, 2**20)
+    first, second = (replace(s, saved=n * size) for s, n in zip(chain(2).segments, (4, 1), strict=True))
+    program = replace(chain(2), segments=(first, second))
+    lines = draw_text(gpipe(program, 2), program, width=9).splitlines()
+    unit = f"{size * 8} bytes" if size * 8 < 1024 else f"{size * 8 / 2**20:.3g} MiB"
+    assert lines[1:3] == ["rank 0 |01···₀₀₁₁|", "rank 1 |·01₀₀₁₁··|"]
+    assert lines[3].startswith("held 0 |▄██████▄▄| peak ")
+    assert lines[4].startswith("held 1 | ▁▂▂▂▁▁  | peak ")
+    if size >= 2**17:
+        assert lines[3].endswith(unit)
+
+
+def test_memory_curves_of_an_svg_are_to_scale(seed: int) -> None:
+    program = random_program(random.Random(seed))
+    schedule = make_schedule("zb", program, 4)
+    root = ET.fromstring(draw_svg(schedule, program, width=1000))
+    paths = list(root.iter(f"{SVG}path"))
+    peaks = memory(schedule, program)
+    assert len(paths) == program.size
+    for path, peak in zip(paths, peaks, strict=True):
+        ys = [float(y) for y in re.findall(r"[ML] [\d.]+ ([\d.]+)", path.get("d", ""))]
+        assert max(ys) - min(ys) == pytest.approx(26 * peak / max(peaks), abs=0.02)
+    labels = [text.text or "" for text in root.iter(f"{SVG}text")]
+    assert sum(label.startswith("peak ") for label in labels) == program.size
 
 
 def test_a_schedule_that_cannot_run_is_not_drawn() -> None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 
 from smpar.schedule import Action, Kind, Program, Schedule
 
 
-def must_precede(program: Program, microbatch: int) -> Iterator[tuple[Action, Action]]:
-    """(earlier, later) for all pairs of one microbatch that have an order."""
+def must_precede(program: Program, microbatch: int, there: Collection[Action] = ()) -> Iterator[tuple[Action, Action]]:
+    """(earlier, later) for all pairs of one microbatch that have an order; backwards with an I `there` are split."""
 
     def rank(segment: int) -> int:
         stage = program.segments[segment].stage
@@ -20,10 +20,13 @@ def must_precede(program: Program, microbatch: int) -> Iterator[tuple[Action, Ac
         return Action(Kind.F, segment, microbatch)
 
     def backward(segment: int) -> Action:
-        return Action(Kind.B, segment, microbatch)
+        part = Action(Kind.I, segment, microbatch)
+        return part if part in there else Action(Kind.B, segment, microbatch)
 
     count = len(program.segments)
     for a in range(count):
+        if backward(a).kind is Kind.I:
+            yield backward(a), Action(Kind.W, a, microbatch)
         for b in range(count):
             if rank(a) == rank(b) and a < b:
                 yield forward(a), forward(b)
@@ -41,13 +44,16 @@ def must_precede(program: Program, microbatch: int) -> Iterator[tuple[Action, Ac
 def is_right(schedule: Schedule, programs: Sequence[Program], active: int | None = None) -> bool:
     """Whether the schedule has all actions once, in their ranks, deadlocks nowhere and keeps the cap."""
     program = programs[0]
+    there = {action for actions in schedule.ranks for action in actions}
     wanted = [set[Action]() for _ in range(max(program.ranks) + 1 if program.ranks else program.stages)]
     for microbatch, each in enumerate(programs):
         for segment in each.segments:
             rank = each.ranks[segment.stage] if each.ranks else segment.stage
             wanted[rank].add(Action(Kind.F, segment.index, microbatch))
             if each.backward:
-                wanted[rank].add(Action(Kind.B, segment.index, microbatch))
+                split = segment.weight > 0 and Action(Kind.I, segment.index, microbatch) in there
+                kinds = (Kind.I, Kind.W) if split else (Kind.B,)
+                wanted[rank].update(Action(kind, segment.index, microbatch) for kind in kinds)
     if len(schedule.ranks) != len(wanted):
         return False
     for actions, want in zip(schedule.ranks, wanted, strict=True):
@@ -55,7 +61,7 @@ def is_right(schedule: Schedule, programs: Sequence[Program], active: int | None
             return False
     sorter: TopologicalSorter[Action] = TopologicalSorter()
     for microbatch, each in enumerate(programs):
-        for earlier, later in must_precede(each, microbatch):
+        for earlier, later in must_precede(each, microbatch, there):
             sorter.add(later, earlier)
     for actions in schedule.ranks:
         for earlier, later in pairwise(actions):
