@@ -7,4 +7,5 @@ def partition(
     microbatches: int,
     memory_weight: float,
     memory_limit: float,
+    ranks: list[int],
 ) -> tuple[list[int], float, list[float], list[float]] | None: ...

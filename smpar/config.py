@@ -20,6 +20,8 @@ from smpar.mesh import placement_letters
 
 ENVIRONMENT_KEY = "SM_HP_MP_PARAMETERS"
 ALIASES = {"partitions": "pipeline_parallel_degree"}
+SMP_PIPELINES = ("interleaved", "simple")
+VIRTUAL_STAGES = {"interleaved_1f1b": 2, "zbv": 2}  # where several are the point of the schedule
 MEMORY_WEIGHTS = {"memory": 0.8, "speed": 0.2}
 
 # key -> why it changes nothing; said once, when the user gives it a value other than its default
@@ -32,7 +34,6 @@ MOOT = {
     "horovod": "data parallelism uses torch.distributed",
     "fast_mode": "activations always go straight from the stage that makes them to the stage that uses them",
     "checkpoint_attentions": "use smpar.set_activation_checkpointing(module) on the attention modules",
-    "fp32_grad_accumulation": "gradients have their parameter's type, float32 without fp16 or bf16",
     "activation_loading_horizon": "it needs offload_activations",
 }
 
@@ -112,9 +113,9 @@ class Config:
     pipeline_parallel_degree: int = _count(1)
     tensor_parallel_degree: int = _count(1)
     microbatches: int = _count(1)
-    active_microbatches: int = _count(0, least=0)  # 0 = take the default: pipeline degree + 2
+    active_microbatches: int = _count(0, least=0)  # 0 = the schedule's own; degree + 2 for SMP's
     pipeline: str = _choice("interleaved", "simple", "gpipe", "1f1b", "interleaved_1f1b", "zb", "zbv")
-    virtual_stages: int = _count(1)
+    virtual_stages: int = _count(0, least=0)  # 0 = take the default of the schedule
     placement_strategy: str = _placement("cluster")
     auto_partition: bool = _flag(True)
     default_partition: int = _count(0, least=0)
@@ -170,10 +171,13 @@ class Config:
             )
         values = {key: checks[key](key, value) for key, value in given.items()}
         degree = values.get("pipeline_parallel_degree", 1)
-        if not values.get("active_microbatches"):
-            if "active_microbatches" in values:
-                raise _wrong("active_microbatches", 0, "a whole number, 1 or more", degree + 2)
-            values["active_microbatches"] = degree + 2
+        pipeline = values.setdefault("pipeline", "interleaved")
+        for key, default in (
+            ("active_microbatches", degree + 2 if pipeline in SMP_PIPELINES else 0),
+            ("virtual_stages", VIRTUAL_STAGES.get(pipeline, 1)),
+        ):
+            if values.setdefault(key, default) == 0 and key in given:
+                raise _wrong(key, 0, "a whole number, 1 or more", default or degree + 2)
         values.setdefault("memory_weight", MEMORY_WEIGHTS[values.get("optimize", "memory")])
         config = cls(**values)
         _refuse_contradictions(config)
@@ -202,6 +206,11 @@ class Config:
                 f"export {ENVIRONMENT_KEY}='{{\"pipeline_parallel_degree\": 2}}'",
             )
         return cls.from_dict(given)
+
+    @property
+    def stages(self) -> int:
+        """Number of pipeline stages, virtual ones included."""
+        return self.pipeline_parallel_degree * self.virtual_stages
 
     @property
     def placement(self) -> str:
@@ -238,11 +247,17 @@ def _unknown(key: str, known: list[str]) -> ConfigError:
 
 
 def _refuse_contradictions(config: Config) -> None:
-    if config.default_partition >= config.pipeline_parallel_degree:
+    if config.pipeline == "zbv" and config.virtual_stages != 2:
         raise ConfigError(
-            "`default_partition` must be a stage: at least 0 and below pipeline_parallel_degree",
+            "the pipeline 'zbv' has two stages on each rank, one on the way down and one on the way back",
+            f"virtual_stages = {config.virtual_stages}",
+            "leave out 'virtual_stages', or take 'interleaved_1f1b'",
+        )
+    if config.default_partition >= config.stages:
+        raise ConfigError(
+            "`default_partition` must be a stage: at least 0 and below pipeline_parallel_degree x virtual_stages",
             f"default_partition = {config.default_partition}, "
-            f"pipeline_parallel_degree = {config.pipeline_parallel_degree}",
+            f"pipeline_parallel_degree = {config.pipeline_parallel_degree}, virtual_stages = {config.virtual_stages}",
             'smpar.init({"default_partition": 0, ...})',
         )
 
@@ -258,8 +273,6 @@ def _refuse_unbuilt(config: Config) -> None:
             config.sharded_data_parallel_degree > 1,
         ),
         "offload activations": ("offload_activations", config.offload_activations),
-        f"run the pipeline {config.pipeline!r}": ("pipeline", config.pipeline in ("interleaved_1f1b", "zb", "zbv")),
-        "give a rank several virtual stages": ("virtual_stages", config.virtual_stages > 1),
     }
     for what, (key, yes) in asked.items():
         if yes:

@@ -228,6 +228,36 @@ class ModelError(StepError):
     FIX = "model = smpar.DistributedModel(module); optimizer = smpar.DistributedOptimizer(optimizer)"
 
 
+class LateGradient(StepError):
+    """A parameter got another gradient after its reduction over the replicas had begun."""
+
+    RULE = (
+        "reductions overlap backward only where each step of a function gives parameters as many gradients as its first"
+    )
+    FIX = "smpar.DistributedModel(module, overlapping_allreduce=False)"
+
+
+class CommHookError(StepError):
+    """A communication hook is registered where none can be."""
+
+    RULE = "one communication hook is registered, outside of steps"
+    FIX = "model.register_comm_hook(state, hook) once, right after smpar.DistributedModel(...)"
+
+
+class JoinError(StepError):
+    """``model.join()`` is used where it cannot work."""
+
+    RULE = "model.join() surrounds the whole training loop, once, on every rank, each with a batch or more of its own"
+    FIX = "with model.join():\n      for x, y in batches: train_step(model, x, y); optimizer.step()"
+
+
+class EndedEarly(StepError):
+    """A replica ran out of batches, and ``throw_on_early_termination`` was asked for."""
+
+    RULE = "with throw_on_early_termination=True, all replicas stop when the first has no more batches"
+    FIX = "catch smpar.errors.EndedEarly around model.join(...), or leave out throw_on_early_termination"
+
+
 class NothingRan(StepError):
     """Something asks what the last step did, and there was none."""
 

@@ -8,14 +8,17 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from smpar.errors import ModelError, NotThroughModel, OutsideOfStep, WrongBackward
+from smpar.comm.buckets import CommHook, cap_in_bytes
+from smpar.errors import CommHookError, JoinError, ModelError, NotThroughModel, OutsideOfStep, WrongBackward
 from smpar.runtime.core import runtime
 from smpar.runtime.partitioning import check_pins
 from smpar.runtime.partitioning import set_partition as pin
 from smpar.runtime.pipeline import Pipeline
+from smpar.runtime.reducer import Reducer
+from smpar.runtime.replicas import Replicas, broadcast, module_state
+from smpar.runtime.trained import Trained
 from smpar.runtime.wholes import gather_state
 from smpar.stage.layout import Late
 from smpar.stage.tensor import active
@@ -35,8 +38,16 @@ class DistributedModel(nn.Module):
     Args:
         module: any ``nn.Module``, the same on all ranks.
         trace_execution_times: measure units' times instead of counting operations.
+        overlapping_allreduce: average gradients over the replicas while the last microbatch's backward runs.
+        backward_passes_per_step: only each so-many-th step that runs a backward averages over the replicas.
         average_grads_across_microbatches: mean over microbatches (weighted by samples), else sum.
-        backward_passes_per_step: accepted; gradients are reduced once per step.
+        bucket_cap_mb: MiB of gradients that are averaged at once.
+        broadcast_buffers: the step after one that averaged starts with the first replica's buffers on all.
+        gradient_as_bucket_view: a step's gradients move into their buckets at its first microbatch, which saves
+            memory of their size and costs a little time. After a step they lie there in any case.
+
+    Raises:
+        ModelError: ``module`` is no plain ``nn.Module``, or a number is out of range.
     """
 
     def __init__(
@@ -57,8 +68,13 @@ class DistributedModel(nn.Module):
             raise ModelError(f"DistributedModel of {type(module).__name__}, which is no nn.Module")
         if isinstance(module, DistributedModel):
             raise ModelError("DistributedModel of a DistributedModel")
+        if bucket_cap_mb <= 0 or backward_passes_per_step < 1:
+            raise ModelError(
+                f"bucket_cap_mb = {bucket_cap_mb}, backward_passes_per_step = {backward_passes_per_step}; "
+                "the first is above 0, the second 1 or more"
+            )
         now = runtime()
-        check_pins(module, now.world.axis_size("pp"))
+        check_pins(module, now.stages)
         if now.world.device.type == "cuda" and not any(p.is_meta for p in module.parameters()):
             module.to(now.world.device)
         self.module = module
@@ -66,11 +82,25 @@ class DistributedModel(nn.Module):
         self.pipeline: Pipeline | None = None
         self._pending_state: tuple[Mapping[str, Any], bool] | None = None
         world = now.world
-        if world.axis_size("dp") > 1:
+        replicas = world.axis_size("dp")
+        group = world.process_group("dp") if replicas > 1 else None
+        if group is not None:
             with world.guard():
-                _broadcast(module, world.process_group("dp"), world.group("dp")[0])
-        if world.axis_size("pp") > 1:
-            self.pipeline = Pipeline(module, now.config, world, now.spans, measure=trace_execution_times)
+                broadcast(module_state(module), group, 0)
+        self.trained = Trained(module)
+        self.reducer = Reducer(
+            group,
+            replicas,
+            cap=cap_in_bytes(bucket_cap_mb),
+            overlap=overlapping_allreduce,
+            early_views=gradient_as_bucket_view,
+            wide=now.config.fp32_grad_accumulation,
+            every=backward_passes_per_step,
+            name_of=lambda p: next((n for n, q in module.named_parameters() if q is p), "(unknown)"),
+        )
+        self.replicas = Replicas(world, self.reducer, self._own_buffers if broadcast_buffers else None)
+        if now.stages > 1:
+            self.pipeline = Pipeline(module, now.config, world, now.spans, self.reducer, trace_execution_times)
             self.pipeline.after_partition.append(self._partition_done)
             self.pipeline.after_hand_over.append(self._handed_over)
         now.adopt_model(self)
@@ -159,8 +189,8 @@ class DistributedModel(nn.Module):
         """Names and modules that run on this rank; split modules run on all."""
         away: set[nn.Module] = set()
         if self.pipeline is not None and self.pipeline.partitioned is not None:
-            units = self.pipeline.layout.units
-            away = {m for u, stage in units.items() if stage != self.pipeline.stage for m in u.modules()}
+            layout, rank = self.pipeline.layout, self.pipeline.rank
+            away = {m for u, stage in layout.units.items() if layout.ranks[stage] != rank for m in u.modules()}
         return ((n, m) for n, m in self.module.named_modules() if m not in away)
 
     def local_modules(self) -> Iterator[nn.Module]:
@@ -175,16 +205,85 @@ class DistributedModel(nn.Module):
         """Accepted, as in SMP: parameters stay with the device of their rank."""
         return self
 
+    # -- replicas -------------------------------------------------------------------------------
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Without replicas there is nothing to leave out; with them, this version reduces in every step.
+        """Steps inside leave gradients as they are on each replica; the next one outside averages all that came.
 
         Raises:
-            ModelError: there are data-parallel replicas.
+            ModelError: inside a step.
         """
-        if runtime().world.axis_size("dp") > 1:
-            raise ModelError("no_sync, but this version reduces gradients once in every step")
-        yield
+        if runtime().in_step:
+            raise ModelError("no_sync inside a step; it surrounds steps")
+        before, self.reducer.sync = self.reducer.sync, False
+        try:
+            yield
+        finally:
+            self.reducer.sync = before
+
+    def register_comm_hook(self, state: Any, hook: CommHook) -> None:
+        """Let ``hook(state, bucket)`` average gradients, as with torch's DistributedDataParallel.
+
+        It gets each bucket with this replica's gradients, not divided, and returns a future of the averages, flat. A
+        hook that communicates does so in ``smpar.get_dp_process_group()``; torch's own take that from ``state``.
+
+        Raises:
+            CommHookError: there is one, ``hook`` cannot be called, or a step is running.
+        """
+        if not callable(hook):
+            raise CommHookError(f"a {type(hook).__name__}, which cannot be called")
+        if self.reducer.comm_hook is not None:
+            raise CommHookError("a second one")
+        if runtime().in_step:
+            raise CommHookError("inside a step")
+        self.reducer.use_comm_hook(state, hook)
+
+    @contextlib.contextmanager
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Iterator[None]:
+        """Around a training loop in which replicas have unequal numbers of batches.
+
+        A replica that is done takes part in the others' collectives with nothing to give; all ranks of a pipeline are
+        done together. In the end all have the parameters and buffers of the last one. Reductions do not overlap.
+
+        Args:
+            divide_by_initial_world_size: sums are divided by the number of replicas, else of those not done.
+            enable: False: do nothing.
+            throw_on_early_termination: stop all replicas when the first is done.
+
+        Raises:
+            JoinError: inside a step or another join, or a replica of a pipeline had no batch at all.
+            EndedEarly: on all replicas, if asked for.
+        """
+        if runtime().in_step:
+            raise JoinError("join inside a step")
+        if not enable:
+            yield
+            return
+        with self.replicas.join(
+            divide_by_initial_world_size,
+            throw_on_early_termination,
+            self._prepare_reducer,
+            lambda: [*self.local_parameters(), *self.local_buffers()],
+        ):
+            yield
+
+    def _prepare_reducer(self) -> bool:
+        if self.pipeline is None:
+            self.reducer.prepare(self.trained.parameters())
+        elif self.partitioned:
+            self.pipeline.prepare_reducer()
+        return self.partitioned
+
+    def _own_buffers(self) -> list[torch.Tensor]:
+        return self.trained.buffers() if self.pipeline is None else list(self.local_buffers())
+
+    # -- hooks ----------------------------------------------------------------------------------
 
     def register_post_partition_hook(self, hook: Callable[..., None]) -> None:
         """Call ``hook(model, optimizer)`` when the model has been partitioned; at once if it is."""
@@ -276,16 +375,6 @@ class DistributedModel(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
-
-
-def _broadcast(module: nn.Module, group: dist.ProcessGroup, source: int) -> None:
-    """Give all replicas rank 0's parameters and buffers."""
-    with torch.no_grad():
-        for tensor in (*module.parameters(), *module.buffers()):
-            if not tensor.is_meta:
-                data = tensor.detach().contiguous()
-                dist.broadcast(data.view(-1).view(torch.uint8) if data.numel() else data, source, group=group)
-                tensor.copy_(data)
 
 
 def set_partition(module: nn.Module, stage: int) -> None:

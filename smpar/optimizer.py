@@ -121,14 +121,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         mine = {
             numbers[id(one.parameter)]: self.optimizer.state[one.parameter]
             for one in late
-            if id(one.parameter) in numbers and one.owner == pipeline.stage and one.parameter in self.optimizer.state
+            if id(one.parameter) in numbers and one.owner == pipeline.rank and one.parameter in self.optimizer.state
         }
         states = {number: state for part in allgather(mine, CommGroup.PP_GROUP) for number, state in part.items()}
         for group, order in zip(self.optimizer.param_groups, self._order, strict=True):
             group["params"] = [p for p in order if pipeline.holds(p)]
         for one in late:
             number = numbers.get(id(one.parameter))
-            if one.stage == pipeline.stage and number in states:
+            if one.taker == pipeline.rank and number in states:
                 self.optimizer.state[one.parameter] = states[number]
 
     def _numbers(self) -> dict[int, int]:
@@ -158,12 +158,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         pipeline = now.model.pipeline
         assert pipeline is not None
         numbers = self._numbers()
-        owned = {
-            numbers[id(p)]
-            for group in self._order
-            for p in group
-            if pipeline.layout.parameter_home.get(id(p), 0) == pipeline.stage
-        }
+        owned = {numbers[id(p)] for group in self._order for p in group if pipeline.owns(p)}
         with now.world.guard():
             parts = allgather({n: s for n, s in local["state"].items() if n in owned}, CommGroup.PP_GROUP)
         whole = {number: state for part in parts for number, state in part.items()}
@@ -219,8 +214,7 @@ def clip_grad_norm_(
     with_grad = [p for p in parameters if p.grad is not None]
     counted = with_grad
     if pipeline is not None:
-        home = pipeline.layout.parameter_home
-        counted = [p for p in with_grad if home.get(id(p), pipeline.stage) == pipeline.stage]
+        counted = [p for p in with_grad if pipeline.owns(p)]
     device = now.world.device
     norms = [
         torch.linalg.vector_norm(_values(p.grad), norm_type, dtype=_wide(p.grad)).to(device, torch.float64)

@@ -46,7 +46,8 @@ void Costs::Walk::grow() {
     time += costs.time_[unit];
     memory += costs.memory_[unit];
     for (const Use& u : costs.forward_[unit])
-        if (u.source < begin && u.neighbour < begin) forward += u.seconds;
+        if (u.source < begin && u.neighbour < begin && !(rank_of && rank_of[u.source] == rank))
+            forward += u.seconds;
     for (const Use& u : costs.ties_[unit])
         if (u.source < begin && u.neighbour < begin) tie += u.seconds;
 }

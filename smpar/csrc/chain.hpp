@@ -31,7 +31,8 @@ struct Goal {
     int stages;
     int microbatches;
     double memory_weight;
-    double memory_limit;  // bytes per stage, infinity for none
+    double memory_limit;     // bytes per rank, infinity for none
+    std::vector<int> ranks;  // of stages; empty if each has its own
 };
 
 // Additions happen in one order, that of the Python twin, so that both round alike: units from left to
@@ -60,12 +61,16 @@ class Costs {
     double backward(int begin, int end) const;
     double backward_at(int unit, int end) const;
 
-    // Walks the intervals [begin, begin + 1), [begin, begin + 2), ...
+    // Walks the intervals [begin, begin + 1), [begin, begin + 2), ... Where `rank_of` tells the ranks of
+    // units before `begin`, tensors from the interval's own `rank` cost nothing.
     struct Walk {
         const Costs& costs;
         int begin, end;
+        const int* rank_of;
+        int rank;
         double time = 0, forward = 0, tie = 0, memory = 0;
-        Walk(const Costs& costs, int begin) : costs(costs), begin(begin), end(begin) {}
+        Walk(const Costs& costs, int begin, const int* rank_of = nullptr, int rank = 0)
+            : costs(costs), begin(begin), end(begin), rank_of(rank_of), rank(rank) {}
         void grow();
     };
 

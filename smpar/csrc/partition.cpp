@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "ranked.hpp"
+
 namespace smpar {
 namespace {
 
@@ -309,10 +311,8 @@ std::vector<int> read_cuts(const Band& band, const Frontiers& frontiers, int sta
     return cuts;
 }
 
-}  // namespace
-
-std::optional<Partition> partition(const Chain& chain, const Goal& goal) {
-    const Costs costs(chain, goal);
+// The exact cuts where each stage has a rank of its own.
+std::optional<Partition> partition_stages(const Costs& costs, const Goal& goal) {
     std::vector<int> any = fill(costs, goal, kInf);
     if (any.empty()) return std::nullopt;
     const Partition start = balanced(costs, goal, std::move(any));
@@ -324,6 +324,22 @@ std::optional<Partition> partition(const Chain& chain, const Goal& goal) {
     const Band band(costs, loosen(cap), goal.memory_limit);
     const Range range = narrow(band, loosen(cap), goal, loosen(start.objective));
     return measure(costs, goal, read_cuts(band, Frontiers(band, range, goal), goal.stages));
+}
+
+}  // namespace
+
+std::optional<Partition> partition(const Chain& chain, const Goal& goal) {
+    const Costs costs(chain, goal);
+    if (goal.ranks.empty()) return partition_stages(costs, goal);
+    Goal free = goal;  // a limit per rank forbids cuts that one per stage allows, and the other way round
+    free.memory_limit = kInf;
+    auto found = partition_ranked(chain, costs, goal, partition_stages(costs, free)->cuts);
+    if (found) return found;
+    free.memory_weight = 1;  // so tight that the cuts which spread memory best have to be the start
+    free.microbatches = std::numeric_limits<int>::max();
+    const Costs bytes(chain, free);
+    const auto spread = partition_ranked(chain, bytes, free, partition_stages(bytes, free)->cuts);
+    return partition_ranked(chain, costs, goal, spread->cuts);
 }
 
 }  // namespace smpar

@@ -16,7 +16,8 @@ struct Partition {
 
 // Minimises sum(total) + (microbatches - 1) * max(cost) over all cuts into exactly `goal.stages` non-empty
 // intervals, the sum taken from the last stage to the first; of equal cuts the lexicographically smallest.
-// Nothing if no cuts keep within the memory limit. Expects checked numbers and stages <= units.
+// With `goal.ranks`, see `partition_ranked`. Nothing if no cuts keep within the memory limit. Expects checked
+// numbers and stages <= units.
 std::optional<Partition> partition(const Chain& chain, const Goal& goal);
 
 }  // namespace smpar

@@ -47,7 +47,7 @@ def predict_stages(model: nn.Module, partitioned: Partitioned, in_flight: tuple[
     layout, graph = partitioned.layout, partitioned.graph
     traced = any(u.calls for u in graph.units)
     stages = []
-    for stage in range(layout.stages):
+    for stage in range(len(layout.ranks)):
         called = [u for u, s in zip(graph.units, partitioned.stage_of_unit, strict=True) if s == stage]
         known = {u.name for u in called}
         rest = [layout.names[m] for m, s in layout.units.items() if s == stage and layout.names[m] not in known]
@@ -67,20 +67,18 @@ def predict_stages(model: nn.Module, partitioned: Partitioned, in_flight: tuple[
     return stages
 
 
-def most_in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """By rank, the most microbatches begun and not yet ended; without backwards each ends at once."""
-    result = []
-    for actions in schedule.ranks:
-        last = {a.microbatch: i for i, a in enumerate(actions) if a.kind is Kind.B}
-        held: set[int] = set()
-        most = 0
-        for i, action in enumerate(actions):
-            held.add(action.microbatch)
-            most = max(most, len(held))
-            if last.get(action.microbatch, i) == i:
-                held.discard(action.microbatch)
-        result.append(most)
-    return tuple(result)
+def most_in_flight(schedule: Schedule, program: Program) -> tuple[int, ...]:
+    """By stage, the most microbatches whose activations it keeps at once; without backwards each ends at once."""
+    most, now = [0] * program.stages, [0] * program.stages
+    ends = (Kind.B, Kind.W) if program.backward else (Kind.F,)
+    for _, _, action in schedule:
+        stage = program.segments[action.segment].stage
+        if action.kind is Kind.F:
+            now[stage] += 1
+            most[stage] = max(most[stage], now[stage])
+        if action.kind in ends:
+            now[stage] -= 1
+    return tuple(most)
 
 
 def step_shape(programs: Sequence[MicrobatchProgram]) -> Program:

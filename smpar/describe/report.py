@@ -50,8 +50,8 @@ def report() -> str:
     now = runtime()
     pipeline = now.model.pipeline
     if pipeline is not None and pipeline.partitioned is None:
-        stages = now.world.axis_size("pp")
-        parts: list[Table | str] = [f"The model is not partitioned yet: its first step does it, into {stages} stages."]
+        into = f"into {pipeline.stages} stages"
+        parts: list[Table | str] = [f"The model is not partitioned yet: its first step does it, {into}."]
     else:
         rows = [_whole(now.model)] if pipeline is None else _stages(now, pipeline)
         parts = [_table(now, rows), *_notes(now, rows)]
@@ -85,7 +85,7 @@ def _whole(model: DistributedModel) -> Stage:
 def _stages(now: Runtime, pipeline: Pipeline) -> list[Stage]:
     assert pipeline.partitioned is not None
     if pipeline.timetable is not None:
-        in_flight = most_in_flight(pipeline.timetable.schedule)
+        in_flight = most_in_flight(pipeline.timetable.schedule, step_shape(pipeline.timetable.programs))
     else:  # in program order, all forwards come first
         in_flight = (now.config.microbatches,) * pipeline.stages
     return predict_stages(pipeline.model, pipeline.partitioned, in_flight)
@@ -97,11 +97,13 @@ def _table(now: Runtime, rows: list[Stage]) -> Table:
         table.add_column(name, overflow="fold", no_wrap=name in ("parameters", "time per microbatch", "memory"))
     total = sum(row.seconds or 0.0 for row in rows)
     groups = now.world.mesh.groups("pp")
+    pipeline = now.model.pipeline
+    placed = pipeline.layout.ranks if pipeline is not None else (0,)
     for stage, row in enumerate(rows):
         others = [name for other in rows if other is not row for name in other.units]
         table.add_row(
             str(stage),
-            ", ".join(str(rank) for rank in sorted(group[stage] for group in groups)),
+            ", ".join(str(rank) for rank in sorted(group[placed[stage]] for group in groups)),
             compress([n or "(model)" for n in row.units], others) or "nothing",
             f"{_count(row.parameters)} ({size(row.parameter_bytes)})" + (" †" if row.tied else ""),
             "not predicted" if row.seconds is None else f"{_duration(row.seconds)}  {_percent(row.seconds, total)}",

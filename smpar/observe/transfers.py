@@ -1,4 +1,4 @@
-"""Channels between stages that can be watched: each message gets a number, the same at both ends, without being asked.
+"""Channels of a pipeline that can be watched: each message gets a number, the same at both ends, without being asked.
 
 rank 0   send(1, a)   is message 0>1#0             post_recv(0, b)   receives message 0>1#0   on rank 1
          send(1, c)   is message 0>1#1             post_recv(0, d)   receives message 0>1#1
@@ -23,11 +23,11 @@ class _Pending(Protocol):
 
 
 class StageChannels:
-    """Channels of this rank whose ends are named by stage.
+    """Channels of this rank whose ends are named by their place in the pipeline.
 
     Args:
         channels: between ranks.
-        world: says which ranks hold the stages.
+        world: says which ranks these are.
         spans: where messages and waits are noted, while it is on.
     """
 
@@ -41,7 +41,7 @@ class StageChannels:
         self._received = [0] * len(self._ranks)
 
     def post_recv(self, src: int, tensor: torch.Tensor, about: Message | None = None) -> _Pending:
-        """Start the next receive from stage ``src``; ``about`` is what it will be called."""
+        """Start the next receive from ``src``; ``about`` is what it will be called."""
         pending: _Pending
         if tensor.device.type == self._device.type:
             pending = self._channels.post_recv(self._ranks[src], tensor)
@@ -57,7 +57,7 @@ class StageChannels:
         return _Watched(pending, self._spans, f"wait for {what} from rank {peer}", f"{peer}>{self._rank}#{number}")
 
     def send(self, dst: int, tensor: torch.Tensor) -> None:
-        """Start the next send to stage ``dst``."""
+        """Start the next send to ``dst``."""
         tensor = tensor.to(self._device)  # small messages about a program are made on the CPU
         number = self._sent[dst]
         self._sent[dst] = number + 1

@@ -22,8 +22,8 @@ class UnitCost:
 class Edge:
     """A tensor made by unit ``source`` and used by units ``targets``.
 
-    Each stage that has a target, other than the source's, pays ``seconds`` per microbatch once, however many of its
-    units use the tensor.
+    Each stage that has a target and lies on another rank than the source pays ``seconds`` per microbatch once, however
+    many of its units use the tensor.
     """
 
     source: int
@@ -33,7 +33,7 @@ class Edge:
 
 @dataclass(frozen=True)
 class Tie:
-    """Units that share a parameter: each stage beyond the first with a member pays ``seconds`` once per step."""
+    """Units that share a parameter: each rank beyond the first with a member pays ``seconds`` once per step."""
 
     units: tuple[int, ...]
     seconds: float
@@ -45,15 +45,24 @@ class Goal:
 
     Attributes:
         stages: number of stages, each of at least one unit.
-        microbatches: per step; the slowest stage counts so many times.
+        microbatches: per step; the slowest rank counts so many times.
         memory_weight: 0 balances time only, 1 memory only.
-        memory_limit: bytes that a stage may hold, or None.
+        memory_limit: bytes that a rank may hold, or None.
+        ranks: of the stages, by the rank that holds them; empty if stage ``k`` is alone on rank ``k``.
     """
 
     stages: int
     microbatches: int
     memory_weight: float = 0.0
     memory_limit: float | None = None
+    ranks: tuple[int, ...] = ()
+
+    def per_rank(self, of_stages: Sequence[float]) -> tuple[float, ...]:
+        """Sums over each rank's stages."""
+        sums = [0.0] * (1 + max(self.ranks, default=self.stages - 1))
+        for rank, value in zip(self.ranks or range(self.stages), of_stages, strict=True):
+            sums[rank] += value
+        return tuple(sums)
 
 
 @dataclass(frozen=True)
@@ -61,13 +70,23 @@ class Partition:
     """Stage ``k`` holds units ``cuts[k]`` up to ``cuts[k + 1]`` (the end, for the last one); ``cuts[0]`` is 0.
 
     ``objective`` is a pure number (see `smpar.plan.partition`); ``stage_time`` is in seconds per microbatch, with the
-    transfers that the stage pays; ``stage_memory`` in bytes.
+    transfers that the stage pays; ``stage_memory`` in bytes; ``rank_time`` and ``rank_memory`` are their sums over the
+    stages of each rank.
     """
 
     cuts: tuple[int, ...]
     objective: float
     stage_time: tuple[float, ...]
     stage_memory: tuple[float, ...]
+    rank_time: tuple[float, ...]
+    rank_memory: tuple[float, ...]
+
+    @classmethod
+    def make(
+        cls, goal: Goal, cuts: Sequence[int], objective: float, time: Sequence[float], memory: Sequence[float]
+    ) -> Partition:
+        """From the times and bytes of stages."""
+        return cls(tuple(cuts), objective, tuple(time), tuple(memory), goal.per_rank(time), goal.per_rank(memory))
 
 
 def check(units: Sequence[UnitCost], edges: Sequence[Edge], ties: Sequence[Tie], goal: Goal) -> None:
@@ -75,13 +94,20 @@ def check(units: Sequence[UnitCost], edges: Sequence[Edge], ties: Sequence[Tie],
 
     Raises:
         TooFewUnits: fewer units than stages.
-        PlanError: a number that is negative or not finite, or an index outside the chain.
+        PlanError: ranks that are not 0, 1, ..., one for each stage; a number that is negative or not finite, or an
+            index outside the chain.
     """
     if goal.stages < 1 or goal.microbatches < 1:
         raise PlanError(
             "a pipeline has at least one stage and one microbatch",
             f"stages={goal.stages}, microbatches={goal.microbatches}",
             "give positive whole numbers",
+        )
+    if goal.ranks and (len(goal.ranks) != goal.stages or sorted(set(goal.ranks)) != list(range(1 + max(goal.ranks)))):
+        raise PlanError(
+            "each stage has a rank, and ranks are numbered from 0 without a gap",
+            f"ranks={goal.ranks} for {goal.stages} stages",
+            "give (0, 1, 0, 1) for two stages on each of two ranks",
         )
     if len(units) < goal.stages:
         raise TooFewUnits(

@@ -21,6 +21,26 @@ section on model partitioning), whose own algorithm splits the module tree top d
 dynamic program over Pareto frontiers of (sum, max), bounded from both sides, done by the C++ core. It holds the costs
 of all intervals that an optimum may use: with one microbatch all of them, 8 bytes times the square of the units.
 `smpar.plan.reference` is the same in a few lines of Python, and decides equally, bit for bit.
+
+Where a rank holds several (virtual) stages, what sets the pace is the rank with the largest sum over its stages, so
+that a dear stage may be paired with a cheap one. Two ranks, two stages on each::
+
+    time     4   1   1   4        stage  0    1    2    3
+    rank     0   1   0   1        rank 0: 4 + 1, rank 1: 1 + 4; cuts that even out stages do not see this
+
+With ``C(rank)`` the sum of c over its stages and ``v`` stages per rank the cuts then minimise::
+
+    (sum of c) / v + (microbatches - 1 / v) * max of C + (1 - w) * (seconds paid for tied parameters) / T
+
+The slowest rank works ``microbatches * max of C``; it idles while the pipeline fills and drains, which with
+interleaved stages takes only as long as the other ranks' work on one stage each: ``(sum of c - max of C) / v`` (arXiv
+2104.04473, section 2.2.2: the bubble shrinks by v). With one stage per rank this is the formula above. A tensor between
+stages of one rank costs nothing, nor does a parameter tied between them; the memory limit holds for a rank.
+
+A rank's sum is no function of an interval, so the dynamic program ends here. A branch and bound proves the optimum
+where it gets through in its budget (always up to a dozen units, and far beyond if transfers are cheap); otherwise an
+iterated local search over the cuts has the last word, which starts from the cuts of the dynamic program and so is never
+worse than those. Both count their effort instead of timing it: every rank finds the same cuts.
 """
 
 from __future__ import annotations
@@ -29,6 +49,8 @@ from collections.abc import Sequence
 
 from smpar.errors import NativeMissing, PlanError
 from smpar.plan.chain import Edge, Goal, Partition, Tie, UnitCost, check, fold
+
+_MANY = 2**31 - 1  # microbatches, so that only the fullest rank counts
 
 
 def partition(
@@ -39,8 +61,11 @@ def partition(
     microbatches: int,
     memory_weight: float = 0.0,
     memory_limit: float | None = None,
+    ranks: Sequence[int] = (),
 ) -> Partition:
-    """The best cuts of ``units`` into ``stages`` stages; of equally good ones the lexicographically smallest.
+    """The best cuts of ``units`` into ``stages`` stages.
+
+    With one stage per rank, of equally good cuts the lexicographically smallest; with several, see above.
 
     Args:
         units: costs in chain order; seconds per microbatch and bytes.
@@ -49,14 +74,15 @@ def partition(
         stages: number of stages.
         microbatches: per step.
         memory_weight: 0 balances time only, 1 memory only.
-        memory_limit: bytes per stage.
+        memory_limit: bytes per rank.
+        ranks: the rank that holds each stage; empty if stage ``k`` is alone on rank ``k``.
 
     Raises:
         TooFewUnits: fewer units than stages.
         PlanError: no cuts keep within ``memory_limit``; a number or an index that means nothing.
         NativeMissing: smpar was not installed, only found.
     """
-    goal = Goal(stages, microbatches, memory_weight, memory_limit)
+    goal = Goal(stages, microbatches, memory_weight, memory_limit, tuple(ranks))
     check(units, edges, ties, goal)
     try:
         from smpar import _native
@@ -71,21 +97,30 @@ def partition(
         microbatches,
         memory_weight,
         float("inf") if memory_limit is None else memory_limit,
+        list(ranks) if shares_ranks(goal) else [],
     )
     if found is None:
         raise too_large(units, goal)
-    cuts, objective, stage_time, stage_memory = found
-    return Partition(tuple(cuts), objective, tuple(stage_time), tuple(stage_memory))
+    return Partition.make(goal, *found)
+
+
+def shares_ranks(goal: Goal) -> bool:
+    """Whether a rank holds more than one stage."""
+    return len(set(goal.ranks)) < len(goal.ranks)
 
 
 def too_large(units: Sequence[UnitCost], goal: Goal) -> PlanError:
     """The error for a memory limit that no cuts keep: by how much, and what would fit."""
     assert goal.memory_limit is not None
-    need = least_memory(units, goal.stages)
+    where = "rank" if shares_ranks(goal) else "stage"
+    if shares_ranks(goal):
+        need = max(partition(units, [], [], goal.stages, _MANY, memory_weight=1.0, ranks=goal.ranks).rank_memory)
+    else:
+        need = least_memory(units, goal.stages)
     largest = max(units, key=lambda u: u.memory)
     return PlanError(
-        f"every stage fits into {goal.memory_limit:.0f} bytes",
-        f"the best cuts into {goal.stages} stages need {need:.0f} bytes on one stage, "
+        f"every {where} fits into {goal.memory_limit:.0f} bytes",
+        f"the best cuts into {goal.stages} stages need {need:.0f} bytes on one {where}, "
         f"{need - goal.memory_limit:.0f} too many; the largest unit is {largest.name!r} with {largest.memory:.0f}",
         "use more stages, tensor parallelism, smaller microbatches or activation checkpointing; or raise memory_limit",
     )

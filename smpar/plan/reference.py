@@ -88,7 +88,8 @@ def partition_reference(
     memory_weight: float = 0.0,
     memory_limit: float | None = None,
 ) -> Partition:
-    """As `smpar.plan.partition.partition`, same result and errors; cubic time and more."""
+    """As `smpar.plan.partition.partition` where each stage has its own rank: same result and errors; cubic time and
+    more."""
     goal = Goal(stages, microbatches, memory_weight, memory_limit)
     check(units, edges, ties, goal)
     chain = Chain(tuple(units), tuple(edges), tuple(ties), goal)
@@ -127,9 +128,7 @@ def partition_reference(
             )
         )
     ends = intervals(cuts, size)
-    return Partition(
-        tuple(cuts), best, tuple(chain.time(a, b) for a, b in ends), tuple(chain.memory(a, b) for a, b in ends)
-    )
+    return Partition.make(goal, cuts, best, [chain.time(a, b) for a, b in ends], [chain.memory(a, b) for a, b in ends])
 
 
 def undominated(points: list[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -60,6 +60,11 @@ class Runtime:
         return model
 
     @property
+    def stages(self) -> int:
+        """Number of pipeline stages, virtual ones included."""
+        return self.config.stages
+
+    @property
     def maybe_model(self) -> DistributedModel | None:
         return self._model() if self._model is not None else None
 
@@ -147,6 +152,11 @@ def shutdown() -> None:
 def is_initialized() -> bool:
     """Whether ``smpar.init`` has run."""
     return _runtime is not None
+
+
+def number_of_stages() -> int | None:
+    """Number of pipeline stages; None before ``smpar.init``."""
+    return None if _runtime is None else _runtime.stages
 
 
 def is_tracing() -> bool:

@@ -9,11 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge, _engine_run_backward
 
 from smpar.errors import GradientSurprise
 from smpar.observe.spans import Spans
+from smpar.runtime import backward
 from smpar.runtime.coroutine import Forward
+from smpar.runtime.reducer import Reducer
 from smpar.runtime.wires import Channels, Inbox, LiveWire, ReplayWire, send
 from smpar.schedule import Action, Kind, Message, Schedule, channel_order, lower, message_of
 from smpar.stage.explorer import Explorer
@@ -24,14 +25,6 @@ from smpar.stage.run import Run
 from smpar.stage.split import Batch
 from smpar.trace.draws import SeedMode
 from smpar.trace.outcomes import Outcomes
-
-
-def _backward_from(edges: list[GradientEdge], starts: list[torch.Tensor]) -> None:
-    """``torch.autograd.backward`` without its checks of shapes, which the program has settled: 30 us each time."""
-    _engine_run_backward(
-        tuple(edges), tuple(starts), False, False, (), allow_unreachable=True, accumulate_grad=True
-    )  # fmt: skip
-
 
 _AS_IT_IS: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
 
@@ -72,6 +65,17 @@ class Timetable:
         return tuple(reversed(last))
 
     @functools.cached_property
+    def final(self) -> tuple[int | None, ...]:
+        """For each action, the stage whose weights it gives their last gradients of its kind; None if it does not."""
+        seen: set[tuple[Kind, int]] = set()
+        final: list[int | None] = []
+        for action in reversed(self.actions):
+            key = action.kind, self.programs[action.microbatch].shape.segments[action.segment].stage
+            final.append(key[1] if action.kind is not Kind.F and key not in seen else None)
+            seen.add(key)
+        return tuple(reversed(final))
+
+    @functools.cached_property
     def incoming(self) -> dict[int, tuple[Message, ...]]:
         order = channel_order(self.schedule, [p.shape for p in self.programs])
         return {src: messages for (src, dst), messages in order.items() if dst == self.rank}
@@ -82,14 +86,16 @@ class Executor:
 
     Args:
         layout: the partition.
-        channels: transfers to the other stages.
-        stage: this rank's stage.
+        channels: transfers to the other ranks of the pipeline.
+        rank: this rank's place in it.
+        reducer: told when backward gives a stage's weights their last gradients.
     """
 
-    def __init__(self, layout: Layout, channels: Channels, stage: int, spans: Spans) -> None:
+    def __init__(self, layout: Layout, channels: Channels, rank: int, spans: Spans, reducer: Reducer) -> None:
+        self.reducer = reducer
         self.layout = layout
         self.channels = channels
-        self.stage = stage
+        self.rank = rank
         self.spans = spans
 
     def scheduled(
@@ -106,9 +112,9 @@ class Executor:
         runs: list[Replay] = []
         forwards: list[Forward] = []
         for i, (args, kwargs) in enumerate(batch.calls):
-            wire = ReplayWire(self.channels, self.stage, inbox, i)
+            wire = ReplayWire(self.channels, self.rank, inbox, i)
             run = Replay(self.layout, programs[i], seeds[i], shares[i], wire)
-            forward = Forward(functools.partial(run.call, fn, args, kwargs), programs[i].slices(self.stage))
+            forward = Forward(functools.partial(run.call, fn, args, kwargs), programs[i].slices(self.rank))
             run.enter = forward.enter
             runs.append(run)
             forwards.append(forward)
@@ -119,11 +125,18 @@ class Executor:
                 if i + 1 < len(timetable.actions):
                     for message in timetable.needs[i + 1]:
                         inbox.expect(message)
+                final = timetable.final[i]
+                if final is not None:
+                    self.reducer.before(final)
                 with self.spans.action(action):
                     if action.kind is Kind.F:
                         forwards[action.microbatch].advance()
+                    elif action.kind is Kind.W:
+                        backward.of_weights(runs[action.microbatch].products.pop(action.segment))
                     else:
                         self._backward(runs[action.microbatch], programs[action.microbatch], action, inbox)
+                if final is not None:
+                    self.reducer.after(final)
                 if timetable.last[i] and forwards[action.microbatch].done:
                     runs[action.microbatch].release()
             for run, forward in zip(runs, forwards, strict=True):
@@ -157,7 +170,7 @@ class Executor:
         runs: list[Explorer] = []
         programs: list[MicrobatchProgram] = []
         for i, (args, kwargs) in enumerate(batch.calls):
-            run = Explorer(self.layout, outcomes, seeds[i], shares[i], LiveWire(self.channels, self.stage))
+            run = Explorer(self.layout, outcomes, seeds[i], shares[i], LiveWire(self.channels, self.rank))
             with self.spans.action(Action(Kind.F, 0, i)):
                 results.append(run.call(fn, args, kwargs))
             runs.append(run)
@@ -170,9 +183,9 @@ class Executor:
                 if programs[i].shape.backward
                 for s in reversed(programs[i].shape.of_rank(rank))
             )
-            for rank in range(self.layout.stages)
+            for rank in range(self.layout.size)
         )
-        timetable = Timetable(Schedule("program order", ranks), tuple(programs), self.stage)
+        timetable = Timetable(Schedule("program order", ranks), tuple(programs), self.rank)
         inbox = Inbox(self.channels, timetable.incoming, programs)
         for action in timetable.actions:
             with self.spans.action(action):
@@ -182,14 +195,14 @@ class Executor:
         return results, programs
 
     def _backward(self, run: Run, program: MicrobatchProgram, action: Action, inbox: Inbox) -> None:
-        """Backward of one segment: once through its graph, from its outputs to its leaves."""
+        """Backward of one segment: once through its graph, from its outputs to its leaves; perhaps without weights."""
         segment, microbatch = action.segment, action.microbatch
-        stages, flows = program.stages, program.shape.flows
+        ranks, flows = program.ranks, program.shape.flows
         grads: dict[int, torch.Tensor] = {}
         for index in program.leaving(segment):
             flow = flows[index]
             grad: torch.Tensor | None
-            if stages[flow.target] == self.stage:
+            if ranks[flow.target] == self.rank:
                 grad = run.leaves.pop((flow.tensor, flow.target)).grad
             else:
                 grad = inbox.take(Message("gradient", index, microbatch))
@@ -201,14 +214,20 @@ class Executor:
         for edge, start in run.roots.pop(segment, ()):
             edges.append(edge)
             starts.append(start)
+        products: list[backward.Product] = []
         if edges:
             with SeedMode() if program.random else _AS_IT_IS:
-                _backward_from(edges, starts)
+                if action.kind is Kind.I:
+                    products = backward.of_inputs(edges, starts)
+                else:
+                    backward.whole(edges, starts)
+        if action.kind is Kind.I:
+            run.products[segment] = products
         for index in program.arriving(segment):
             flow = flows[index]
             key = (flow.tensor, segment)
             leaf = run.leaves.get(key)
-            here = stages[flow.producer] == self.stage
+            here = ranks[flow.producer] == self.rank
             if not flow.backward:
                 if leaf is not None and leaf.grad is not None:
                     raise GradientSurprise(f"into segment {segment}, tensor {flow.tensor}")
@@ -216,5 +235,5 @@ class Executor:
             elif not here:
                 assert leaf is not None
                 grad = leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
-                send(self.channels, stages[flow.producer], grad, program.metas[flow.tensor])
+                send(self.channels, ranks[flow.producer], grad, program.metas[flow.tensor])
                 del run.leaves[key]

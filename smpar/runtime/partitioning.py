@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from smpar.comm.world import current, is_initialized
 from smpar.errors import PartitionError, WriteIntoReplicated
 from smpar.plan.chain import Edge, Partition, Tie, TooFewUnits, UnitCost
 from smpar.plan.partition import partition as best_cuts
+from smpar.runtime.core import number_of_stages
 from smpar.runtime.planning import explore, graph_of
 from smpar.stage.explorer import ValueNeeded
 from smpar.stage.layout import Layout, maximal_units
@@ -23,6 +23,7 @@ from smpar.stage.split import Call
 from smpar.stage.units import blamed, can_be_marked
 from smpar.trace.graph import ModuleGraph, Unit, parameter_bytes, shared_parameters
 from smpar.trace.outcomes import Outcomes
+from smpar.trace.watch import RATES
 
 log = logging.getLogger("smpar")
 
@@ -74,7 +75,7 @@ def check_index(stage: Any) -> None:
     """Raise PartitionError unless ``stage`` is a pipeline stage (as far as their number is known yet)."""
     if isinstance(stage, bool) or not isinstance(stage, int) or stage < 0:
         raise PartitionError(f"partition index {stage!r}")
-    stages = current().axis_size("pp") if is_initialized() else None
+    stages = number_of_stages()
     if stages is not None and stage >= stages:
         raise PartitionError(f"partition index {stage} with {stages} pipeline stages, 0 to {stages - 1}")
 
@@ -92,7 +93,10 @@ def check_pins(model: nn.Module, stages: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Goal:
-    """What a partition is made for: the part of the configuration that it depends on."""
+    """What a partition is made for: the part of the configuration that it depends on.
+
+    ``ranks`` holds the pipeline rank of each stage; empty if stage ``k`` is alone on rank ``k``.
+    """
 
     stages: int
     microbatches: int
@@ -101,6 +105,34 @@ class Goal:
     default: int
     skip_tracing: bool
     measure: Callable[[Explored], ModuleGraph] | None = None
+    ranks: tuple[int, ...] = ()
+
+    @property
+    def degree(self) -> int:
+        """Number of pipeline ranks."""
+        return len(set(self.ranks)) or self.stages
+
+    @property
+    def ideal(self) -> float:
+        """The objective (see `smpar.plan.partition`) of perfect balance without transfers."""
+        per_rank = self.stages / self.degree
+        return 1 / per_rank + (self.microbatches - 1 / per_rank) / self.degree
+
+    @property
+    def fine(self) -> float:
+        """The share of the whole model up to which units do not stand in the way of balance: of ranks, not stages."""
+        return 1 / (4 * self.degree)
+
+    @property
+    def in_flight(self) -> float:
+        """Microbatches whose activations a rank holds, at most: more with interleaved stages (arXiv 2104.04473, 2.2.2).
+
+        1F1B runs as many forwards ahead as there are ranks; interleaved, the first rank begins its last stage that much
+        earlier and has up to ``(v + 1) * degree - 1`` forwards of one ``v``-th of its units in flight.
+        """
+        per_rank = self.stages / self.degree
+        ahead = self.degree if per_rank == 1 else self.degree + (self.degree - 1) / per_rank
+        return min(self.microbatches, ahead)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +180,7 @@ def survey(
     glue_hooks: set[nn.Module],
 ) -> Explored:
     """Trace with the modules in ``opened`` split into their children, and hooks of ``glue_hooks`` run in glue."""
-    layout = Layout.make(model, 1, {u: 0 for u in maximal_units(model, opened)}, {}, glue_hooks)
+    layout = Layout.make(model, (0,), {u: 0 for u in maximal_units(model, opened)}, {}, glue_hooks)
     program, _ = explore(fn, call, model, layout, outcomes)
     graph, modules, anchors = graph_of(program, layout)
     return Explored(graph, modules, anchors, layout)
@@ -199,8 +231,7 @@ def _search(
             found, failure = None, error
         if found is not None and (best is None or found.objective < best[0] * _GAIN):
             best = found.objective, seen, stage_of
-        ideal = 1 + (goal.microbatches - 1) / goal.stages
-        if best is not None and best[0] <= ideal * _GOOD:
+        if best is not None and best[0] <= goal.ideal * _GOOD:
             break
         dear = _to_open(seen, goal, whole, enough=found is not None)
         if not dear:
@@ -293,8 +324,7 @@ def _to_open(seen: Explored, goal: Goal, whole: set[nn.Module], enough: bool) ->
     }
     if not parts:
         return set()
-    limit = 1 / (4 * goal.stages)
-    dear = {m for m, c in parts.items() if c > limit}
+    dear = {m for m, c in parts.items() if c > goal.fine}
     if not dear and not enough:
         dear = {max(parts, key=lambda m: parts[m])}
     return dear
@@ -310,10 +340,18 @@ def _weights(graph: ModuleGraph, goal: Goal) -> list[float]:
 
 
 def unit_costs(graph: ModuleGraph, goal: Goal) -> list[UnitCost]:
-    """Seconds per microbatch and bytes of each unit: its state, and the activations of the microbatches in flight."""
-    in_flight = min(goal.microbatches, goal.stages)
+    """Seconds per microbatch and bytes of each unit: its state, and the activations of the microbatches in flight.
+
+    Each microbatch but the first adds its gradients to those before: two reads and a write per parameter, which neither
+    counting nor measuring a single call sees, and which is most of what a large embedding takes.
+    """
+    adding = 3 * (1 - 1 / goal.microbatches) / RATES[_device()].bytes
     return [
-        UnitCost(u.name or "(model)", u.seconds, float(STATE * u.parameter_bytes + in_flight * u.saved_bytes))
+        UnitCost(
+            u.name or "(model)",
+            u.seconds + adding * u.parameter_bytes,
+            float(STATE * u.parameter_bytes + goal.in_flight * u.saved_bytes),
+        )
         for u in graph.units
     ]
 
@@ -329,11 +367,13 @@ def _cut(seen: Explored, goal: Goal, pins: dict[nn.Module, int]) -> tuple[Partit
         if link.source in place and any(t in place for t in link.targets)
     ]
     ties = [
-        Tie(tuple(place[u] for u in s.units if u in place), 2 * s.nbytes / _link()[0])
+        Tie(tuple(place[u] for u in s.units if u in place), 2 * s.nbytes / _LINKS[_device()][0])
         for s in seen.graph.shared
         if sum(u in place for u in s.units) > 1
     ]
-    found = best_cuts([costs[i] for i in free], edges, ties, goal.stages, goal.microbatches, goal.memory_weight)
+    units = [costs[i] for i in free]
+    weight = goal.memory_weight
+    found = best_cuts(units, edges, ties, goal.stages, goal.microbatches, weight, ranks=goal.ranks)
     stage_of = [0] * len(seen.modules)
     for new, old in enumerate(free):
         stage_of[old] = sum(new >= cut for cut in found.cuts) - 1
@@ -342,13 +382,13 @@ def _cut(seen: Explored, goal: Goal, pins: dict[nn.Module, int]) -> tuple[Partit
     return found, tuple(stage_of)
 
 
-def _link() -> tuple[float, float]:
-    return _LINKS["cuda" if torch.cuda.is_available() else "cpu"]
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def link_seconds(nbytes: int) -> float:
     """Seconds of a transfer between stages, one way."""
-    rate, latency = _link()
+    rate, latency = _LINKS[_device()]
     return nbytes / rate + latency
 
 
@@ -360,7 +400,11 @@ def _laid_out(model: nn.Module, seen: Explored, goal: Goal, stage_of: tuple[int,
         if unit not in bypassed:
             last = units.setdefault(unit, last)
     anchors = {key: stage_of[index] for key, index in seen.anchors.items()}
-    return Partitioned(Layout.make(model, goal.stages, units, anchors, seen.layout.glue_hooks), seen.graph, stage_of)
+    return Partitioned(
+        Layout.make(model, goal.ranks or tuple(range(goal.stages)), units, anchors, seen.layout.glue_hooks),
+        seen.graph,
+        stage_of,
+    )
 
 
 def _by_hand(
@@ -399,7 +443,9 @@ def _by_hand(
             if isinstance(need, WriteIntoReplicated) and not need.shareable:
                 raise
             units = maximal_units(model, opened)
-            layout = Layout.make(model, goal.stages, {u: stage[u] for u in units}, {}, set())
+            layout = Layout.make(
+                model, goal.ranks or tuple(range(goal.stages)), {u: stage[u] for u in units}, {}, set()
+            )
             return Partitioned(layout, bare_graph(units, layout), tuple(stage[u] for u in units))
     if goal.measure is not None:
         seen = dataclasses.replace(seen, graph=goal.measure(seen))
@@ -411,7 +457,11 @@ def _by_hand(
     empty = set(range(goal.stages)) - set(units_.values())
     if empty:
         log.warning("smpar: no module is on partition %s", ", ".join(map(str, sorted(empty))))
-    return Partitioned(Layout.make(model, goal.stages, units_, anchors, seen.layout.glue_hooks), seen.graph, stage_of)
+    return Partitioned(
+        Layout.make(model, goal.ranks or tuple(range(goal.stages)), units_, anchors, seen.layout.glue_hooks),
+        seen.graph,
+        stage_of,
+    )
 
 
 def _by_parameters(model: nn.Module, goal: Goal, pins: dict[nn.Module, int]) -> Partitioned:
@@ -420,13 +470,13 @@ def _by_parameters(model: nn.Module, goal: Goal, pins: dict[nn.Module, int]) -> 
     total = parameter_bytes(model) or 1
     while True:
         units = maximal_units(model, opened)
-        dear = {u for u in units if parameter_bytes(u) > total / (4 * goal.stages) and may_open(u)}
+        dear = {u for u in units if parameter_bytes(u) > total * goal.fine and may_open(u)}
         if not dear and len(units) < goal.stages:
             dear = {u for u in units if may_open(u)}
         if not dear:
             break
         opened |= dear
-    layout = Layout.make(model, 1, {u: 0 for u in units}, {}, set())
+    layout = Layout.make(model, (0,), {u: 0 for u in units}, {}, set())
     graph = bare_graph(units, layout)
     goal = dataclasses.replace(goal, memory_weight=1.0)
     seen = Explored(graph, units, {}, layout)

@@ -26,9 +26,10 @@ from smpar.runtime.executor import Executor, Timetable
 from smpar.runtime.measure import Measurer
 from smpar.runtime.partitioning import Goal, Partitioned, make_layout
 from smpar.runtime.planning import explore
-from smpar.runtime.reduction import average_replicas, own_gradients, sum_tied
-from smpar.runtime.wires import buffer_for, pack, receive, send
-from smpar.schedule import make_schedule
+from smpar.runtime.reducer import Reducer
+from smpar.runtime.ties import Ties
+from smpar.runtime.wires import NoChannels, buffer_for, pack, receive, send
+from smpar.schedule import make_schedule, placement
 from smpar.stage.explorer import ValueNeeded
 from smpar.stage.layout import Late, Layout
 from smpar.stage.record import MicrobatchProgram
@@ -100,18 +101,27 @@ class Look:
 class Pipeline:
     """One model over the stages of this rank's pipeline group.
 
+    Attributes:
+        rank, size: this rank's place among the pipeline's ranks, and their number.
+        ranks: stage -> the rank that runs it.
+
     Args:
         model: the user's module, whole on every rank until it is partitioned.
+        reducer: of its gradients.
     """
 
-    def __init__(self, model: nn.Module, config: Config, world: World, spans: Spans, measure: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, config: Config, world: World, spans: Spans, reducer: Reducer, measure: bool = False
+    ) -> None:
+        self.reducer = reducer
         self.model = model
         self.config = config
         self.world = world
         self.spans = spans
         self.measure = measure
-        self.stage = world.axis_rank("pp")
-        self.stages = world.axis_size("pp")
+        self.rank = world.axis_rank("pp")
+        self.size = world.axis_size("pp")
+        self.ranks = placement(config.pipeline, self.size, config.virtual_stages)
         self.outcomes = Outcomes(FakeRunner(world.device))
         self.partitioned: Partitioned | None = None
         self.timetable: Timetable | None = None
@@ -130,6 +140,7 @@ class Pipeline:
         self._count = itertools.count()
         self._digests: _Recent = _Recent()
         self._shared: list[nn.Parameter] | None = None
+        self._ties: Ties | None = None
         self._channels: StageChannels | None = None
 
     @property
@@ -141,13 +152,22 @@ class Pipeline:
     def channels(self) -> StageChannels:
         if self._channels is None:
             opened = open_channels(self.world, self.world.device)
-            assert opened is not None
-            self._channels = StageChannels(opened, self.world, self.spans)
+            self._channels = StageChannels(opened or NoChannels(), self.world, self.spans)
         return self._channels
 
     def holds(self, parameter: torch.Tensor) -> bool:
         """Whether this rank has the parameter's data."""
-        return self.partitioned is None or self.stage in self.layout.holders.get(id(parameter), {self.stage})
+        layout = self.partitioned.layout if self.partitioned is not None else None
+        return layout is None or id(parameter) not in layout.holders or self.rank in layout.holding(parameter)
+
+    def owns(self, parameter: torch.Tensor) -> bool:
+        """Whether this rank is the one that answers for a parameter, in state dicts and norms."""
+        return id(parameter) not in self.layout.holders or self.layout.owner(parameter) == self.rank
+
+    @property
+    def stages(self) -> int:
+        """Number of stages, virtual ones included."""
+        return len(self.ranks)
 
     # -- a step ---------------------------------------------------------------------------------
 
@@ -209,21 +229,20 @@ class Pipeline:
         self._hand_over()
         if programs is not None:
             self._close()
-        executor = Executor(self.layout, self.channels, self.stage, self.spans)
-        shared = self._shared_parameters()
-        with own_gradients(shared):
+        executor = Executor(self.layout, self.channels, self.rank, self.spans, self.reducer)
+        timetable = None if programs is None else self._timetable(tuple(programs))
+        with self.reducer.step(self._shared_parameters(), timetable, self._ties):
             with marked(self.layout, inside=programs is None), patched():
-                if programs is None:
+                if programs is None or timetable is None:
                     results, programs = executor.in_program_order(
                         fn, batch, shares, seeds, self.outcomes, self._agree_programs
                     )
-                    self.timetable, self.in_order = None, tuple(programs)
+                    self.in_order = tuple(programs)
                 else:
-                    self.timetable = self._timetable(tuple(programs))
-                    results = executor.scheduled(fn, batch, shares, seeds, self.timetable)
-            if any(p.shape.backward for p in programs):
-                with self.spans.phase("reduce gradients"):
-                    self._reduce()
+                    results = executor.scheduled(fn, batch, shares, seeds, timetable)
+                self.timetable = timetable
+            with self.spans.phase("reduce gradients"):
+                self.reducer.finish(any(p.shape.backward for p in programs))
         self._close()
         self._hand_over()
         with self.spans.phase("share results"):
@@ -235,7 +254,10 @@ class Pipeline:
         if any(p.is_meta for p in self.model.parameters()):
             raise ModelError("the model has parameters on the meta device, which hold no values to train")
         c = self.config
-        goal = Goal(self.stages, c.microbatches, c.memory_weight, c.auto_partition, c.default_partition, c.skip_tracing)
+        goal = Goal(
+            len(self.ranks), c.microbatches, c.memory_weight, c.auto_partition, c.default_partition, c.skip_tracing
+        )
+        goal = dataclasses.replace(goal, ranks=self.ranks)
         with self._tracing("partitioning the model"), contextlib.ExitStack() as stack:
             if self.measure:
                 measurer = stack.enter_context(Measurer(self.outcomes, self.world.rank == 0))
@@ -334,15 +356,17 @@ class Pipeline:
             shape = programs[0].shape
             if any(p.shape.backward for p in programs):
                 shape = dataclasses.replace(shape, backward=True)
-            schedule = make_schedule(self.config.pipeline, shape, len(programs), active=self.config.active_microbatches)
-            found = Timetable(schedule, programs, self.stage)
+            schedule = make_schedule(
+                self.config.pipeline, shape, len(programs), active=self.config.active_microbatches or None
+            )
+            found = Timetable(schedule, programs, self.rank)
             self._timetables.keep(key, found)
         return found
 
     # -- parameters -----------------------------------------------------------------------------
 
     def _close(self) -> None:
-        """After the first plan: give up the parameters of other stages."""
+        """After the first plan: give up the parameters of other ranks."""
         layout = self.layout
         if layout.closed:
             return
@@ -358,7 +382,7 @@ class Pipeline:
             hook()
 
     def _hand_over(self) -> None:
-        """Give parameters to stages that have come to need them, and let the optimizer know."""
+        """Give parameters to ranks that have come to need them, and let the optimizer know."""
         late, self.layout.late = self.layout.late, []
         if not late:
             return
@@ -367,30 +391,30 @@ class Pipeline:
             for one in late:
                 if one.has_value:
                     continue
-                parameter, owner, stage = one.parameter, one.owner, one.stage
+                parameter, owner, taker = one.parameter, one.owner, one.taker
                 meta = self.outcomes.runner.layout_of(parameter)
-                if self.stage == owner:
-                    send(self.channels, stage, parameter, meta)
-                elif self.stage == stage:
+                if self.rank == owner:
+                    send(self.channels, taker, parameter, meta)
+                elif self.rank == taker:
                     parameter.data = receive(self.channels, owner, meta)
         for hook in self.after_hand_over:
             hook(late)
 
     def _shared_parameters(self) -> list[nn.Parameter]:
-        """Parameters of this rank whose gradients other ranks have a part in."""
+        """Parameters of this rank whose gradients are not done with its own backwards."""
         if self._shared is None:
             mine = [p for p in self._parameters if p.requires_grad and self.holds(p)]
-            replicated = self.world.axis_size("dp") > 1
-            self._shared = [p for p in mine if replicated or len(self.layout.holders[id(p)]) > 1]
+            self._shared = [p for p in mine if not self.reducer.idle or len(self.layout.holding(p)) > 1]
+            ties = Ties(self._shared, self.layout.holding, self.channels, self.rank)
+            self._ties = ties if ties.parameters else None
             if not self.layout.closed:  # further stages may still come to hold one
                 shared, self._shared = self._shared, None
                 return shared
         return self._shared
 
-    def _reduce(self) -> None:
-        sum_tied(self._shared_parameters(), self.layout, self.channels, self.stage)
-        if self.world.axis_size("dp") > 1:
-            average_replicas(self._shared_parameters(), self.world.process_group("dp"), self.world.axis_size("dp"))
+    def prepare_reducer(self) -> None:
+        """Lay out the buckets of the gradients, as a step does."""
+        self.reducer.prepare(self._shared_parameters(), self._ties)
 
     # -- results --------------------------------------------------------------------------------
 
@@ -400,19 +424,19 @@ class Pipeline:
         for result in results:
             for leaf in tree.tensors(result):
                 if type(leaf) is StageTensor:
-                    found.setdefault(leaf.home, []).append(leaf)
+                    found.setdefault(self.ranks[leaf.home], []).append(leaf)
         real: dict[int, torch.Tensor] = {}
         for home, tensors in sorted(found.items()):
             unique = list({id(t): t for t in tensors}.values())
-            if home == self.stage:
+            if home == self.rank:
                 for t in unique:
                     real[id(t)] = t.parameter if t.parameter is not None else t.value  # type: ignore[assignment]
                 flat = [pack(real[id(t)], meta_of(t)) for t in unique]
                 if sum(f.numel() for f in flat):
                     joined = torch.cat(flat) if len(flat) > 1 else flat[0]
-                    for stage in range(self.stages):
-                        if stage != home:
-                            self.channels.send(stage, joined)
+                    for rank in range(self.size):
+                        if rank != home:
+                            self.channels.send(rank, joined)
             else:
                 buffers = [buffer_for(meta_of(t)) for t in unique]
                 sizes = [memory.numel() for _, memory in buffers]

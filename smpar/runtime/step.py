@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import time
@@ -15,7 +16,6 @@ from smpar.observe.metrics import report_step
 from smpar.runtime.agreement import Called, agree
 from smpar.runtime.core import Runtime, runtime
 from smpar.runtime.pipeline import Look
-from smpar.runtime.reduction import average_replicas, own_gradients
 from smpar.stage.split import Batch, merge, split
 from smpar.trace import tree
 from smpar.trace.draws import SeedMode, mix, seed_generators
@@ -121,9 +121,11 @@ def _run(now: Runtime, fn: Callable[..., Any], arguments: Mapping[str, Any], bat
     model = now.maybe_model
     average = model is None or model.average_grads
     shares = batch.weights if average else (1.0,) * len(batch.weights)
-    pipeline = now.model.pipeline if now.world.axis_size("pp") > 1 else None
+    pipeline = now.model.pipeline if now.stages > 1 else None
     look = None if pipeline is None else pipeline.look(fn, batch, arguments)
     seed, known = _agree(now, fn, arguments, look)
+    if model is not None:
+        model.replicas.start_step()
     random = torch.get_rng_state()
     now.in_step = True
     try:
@@ -134,6 +136,8 @@ def _run(now: Runtime, fn: Callable[..., Any], arguments: Mapping[str, Any], bat
     finally:
         now.in_step = False
         torch.set_rng_state(random)
+    if model is not None:
+        model.replicas.end_step()
     now.step += 1
     return results
 
@@ -141,26 +145,33 @@ def _run(now: Runtime, fn: Callable[..., Any], arguments: Mapping[str, Any], bat
 def _without_pipeline(
     now: Runtime, fn: Callable[..., Any], batch: Batch, shares: Sequence[float], seed: int
 ) -> list[Any]:
-    """One stage: microbatches one after another, each with its backward; gradients are averaged at the end."""
+    """One stage: microbatches one after another, each with its backward; gradients are averaged meanwhile."""
     results: list[Any] = []
     model = now.maybe_model
-    replicas = now.world.axis_size("dp")
-    shared = [p for p in model.parameters() if p.requires_grad] if model is not None and replicas > 1 else []
+    reducer = model.reducer if model is not None and not model.reducer.idle else None
     now.backward_ran = False
 
     def loss_backward() -> float:
         now.backward_ran = True
         return now.microbatch if now.microbatch is not None else 1.0
 
-    with own_gradients(shared):
+    with contextlib.ExitStack() as stack:
+        if model is not None and reducer is not None:
+            stack.enter_context(reducer.step(model.trained.parameters(), fn))
         for i, (args, kwargs) in enumerate(batch.calls):
             seed_generators(mix(seed, now.world.axis_rank("dp"), i))
             now.microbatch = shares[i]
+            last = reducer is not None and i + 1 == len(batch.calls)
             try:
+                if reducer is not None and last:
+                    reducer.before(0)
                 with SeedMode(loss_backward), now.spans.microbatch(i):
                     results.append(fn(*args, **kwargs))
+                if reducer is not None and last:
+                    reducer.after(0)
             finally:
                 now.microbatch = None
-        if shared and now.backward_ran:
-            average_replicas(shared, now.world.process_group("dp"), replicas)
+        if reducer is not None:
+            with now.spans.phase("reduce gradients"):
+                reducer.finish(now.backward_ran)
     return results

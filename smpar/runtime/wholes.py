@@ -16,33 +16,33 @@ if TYPE_CHECKING:
 
 
 def gather_state(module: nn.Module, state: dict[str, Any], pipeline: Pipeline) -> dict[str, Any]:
-    """The whole state dict: each stage broadcasts, in one message, the tensors that it answers for.
+    """The whole state dict: each rank broadcasts, in one message, the tensors that it answers for.
 
     Args:
-        state: this rank's state dict of ``module``, in which the tensors of other stages hold nothing.
+        state: this rank's state dict of ``module``, in which the tensors of other ranks hold nothing.
     """
     layout = pipeline.layout
-    owner: dict[int, int] = dict(layout.parameter_home)
+    owner = {key: layout.ranks[stage] for key, stage in layout.parameter_home.items()}
     for unit, stage in layout.units.items():
         for buffer in unit.buffers():
-            owner.setdefault(id(buffer), stage)
-    by_stage: dict[int, list[str]] = {}
+            owner.setdefault(id(buffer), layout.ranks[stage])
+    by_rank: dict[int, list[str]] = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
         if isinstance(tensor, torch.Tensor) and id(tensor) in owner:
-            by_stage.setdefault(owner[id(tensor)], []).append(name)
+            by_rank.setdefault(owner[id(tensor)], []).append(name)
     whole = dict(state)
-    for stage, names in sorted(by_stage.items()):
-        for name, tensor in zip(names, broadcast_tensors([state[n] for n in names], stage, pipeline), strict=True):
+    for rank, names in sorted(by_rank.items()):
+        for name, tensor in zip(names, broadcast_tensors([state[n] for n in names], rank, pipeline), strict=True):
             whole[name] = tensor
     return whole
 
 
-def broadcast_tensors(tensors: list[torch.Tensor], stage: int, pipeline: Pipeline) -> list[torch.Tensor]:
-    """Give all ranks of the pipeline the tensors of one stage; on the others, ``tensors`` tell shapes and types."""
+def broadcast_tensors(tensors: list[torch.Tensor], rank: int, pipeline: Pipeline) -> list[torch.Tensor]:
+    """Give all ranks of the pipeline the tensors of one rank; on the others, ``tensors`` tell shapes and types."""
     metas = [meta_of(t.detach())._replace(stride=torch.empty(t.shape, device="meta").stride()) for t in tensors]
     world = pipeline.world
-    source = world.group("pp")[stage]
-    if stage == pipeline.stage:
+    source = world.group("pp")[rank]
+    if rank == pipeline.rank:
         flat = [pack(t, meta) for t, meta in zip(tensors, metas, strict=True)]
         dist.broadcast(torch.cat(flat), source, group=world.process_group("pp"))
         return [t.detach().clone() for t in tensors]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import torch
 
@@ -19,13 +19,26 @@ class Pending(Protocol):
 
 
 class Channels(Protocol):
-    """One first-in-first-out channel per directed pair of stages."""
+    """One first-in-first-out channel per directed pair of the pipeline's ranks."""
 
     def post_recv(self, src: int, tensor: torch.Tensor, about: Message | None = None) -> Pending: ...
 
     def send(self, dst: int, tensor: torch.Tensor) -> None: ...
 
     def finish(self) -> None: ...
+
+
+class NoChannels:
+    """Those of a pipeline of one rank: nothing ever leaves it."""
+
+    def post_recv(self, src: int, tensor: torch.Tensor) -> NoReturn:
+        raise AssertionError(f"a pipeline of one rank receives from rank {src}")
+
+    def send(self, dst: int, tensor: torch.Tensor) -> NoReturn:
+        raise AssertionError(f"a pipeline of one rank sends to rank {dst}")
+
+    def finish(self) -> None:
+        pass
 
 
 _SENT_AS_IS = frozenset({torch.float32, torch.float64, torch.int64})
@@ -76,7 +89,7 @@ class Inbox:
     """Messages in the order in which the schedule says they come, received ahead into buffers.
 
     Args:
-        orders: sender's stage -> its messages to this one, first in first out.
+        orders: sender's rank -> its messages to this one, first in first out.
         programs: by microbatch.
     """
 
@@ -113,20 +126,20 @@ class Inbox:
         return tensor
 
 
-def send(channels: Channels, stage: int, tensor: torch.Tensor, meta: Meta) -> None:
-    """Send a tensor to a stage without waiting for it."""
+def send(channels: Channels, rank: int, tensor: torch.Tensor, meta: Meta) -> None:
+    """Send a tensor to a rank without waiting for it."""
     tensor = tensor.detach()
     plain = meta.dtype in _SENT_AS_IS and tensor.is_contiguous() and _is_contiguous(meta)
     flat = tensor if plain else pack(tensor, meta)
     if flat.numel():
-        channels.send(stage, flat)
+        channels.send(rank, flat)
 
 
-def receive(channels: Channels, stage: int, meta: Meta) -> torch.Tensor:
-    """Wait for a tensor from a stage."""
+def receive(channels: Channels, rank: int, meta: Meta) -> torch.Tensor:
+    """Wait for a tensor from a rank."""
     tensor, flat = _buffer(meta)
     if flat.numel():
-        channels.post_recv(stage, flat).wait()
+        channels.post_recv(rank, flat).wait()
     return tensor
 
 
@@ -141,28 +154,28 @@ def _buffer(meta: Meta) -> tuple[torch.Tensor, torch.Tensor]:
 class ReplayWire:
     """Transfers of a microbatch that follows its program."""
 
-    def __init__(self, channels: Channels, stage: int, inbox: Inbox, microbatch: int) -> None:
-        self.stage = stage
+    def __init__(self, channels: Channels, rank: int, inbox: Inbox, microbatch: int) -> None:
+        self.rank = rank
         self._channels = channels
         self._inbox = inbox
         self._microbatch = microbatch
 
-    def send(self, stage: int, tensor: torch.Tensor, meta: Meta) -> None:
-        send(self._channels, stage, tensor, meta)
+    def send(self, rank: int, tensor: torch.Tensor, meta: Meta) -> None:
+        send(self._channels, rank, tensor, meta)
 
-    def receive(self, stage: int, flow: int, meta: Meta) -> torch.Tensor:
+    def receive(self, rank: int, flow: int, meta: Meta) -> torch.Tensor:
         return self._inbox.take(Message("activation", flow, self._microbatch))
 
 
 class LiveWire:
     """Transfers of a microbatch in program order: both ends come to them at the same point of the program."""
 
-    def __init__(self, channels: Channels, stage: int) -> None:
-        self.stage = stage
+    def __init__(self, channels: Channels, rank: int) -> None:
+        self.rank = rank
         self._channels = channels
 
-    def send(self, stage: int, tensor: torch.Tensor, meta: Meta) -> None:
-        send(self._channels, stage, tensor, meta)
+    def send(self, rank: int, tensor: torch.Tensor, meta: Meta) -> None:
+        send(self._channels, rank, tensor, meta)
 
-    def receive(self, stage: int, flow: int, meta: Meta) -> torch.Tensor:
-        return receive(self._channels, stage, meta)
+    def receive(self, rank: int, flow: int, meta: Meta) -> torch.Tensor:
+        return receive(self._channels, rank, meta)

@@ -5,12 +5,22 @@ Program ──order──▶ Schedule ──check──▶ ──lower──▶ 
 """
 
 from smpar.schedule.actions import Action, Kind, Schedule
+from smpar.schedule.chains import gpipe, interleaved_1f1b, one_f_one_b
 from smpar.schedule.check import check
 from smpar.schedule.draw import draw_svg, draw_text
 from smpar.schedule.lower import Message, channel_order, lower, message_of
-from smpar.schedule.orders import fill_drain, gpipe, list_schedule, make_schedule, one_f_one_b
+from smpar.schedule.memory import Step, held, memory
+from smpar.schedule.orders import (
+    fill_drain,
+    list_schedule,
+    make_schedule,
+    placement,
+    split_schedule,
+    virtual_stages_of,
+)
 from smpar.schedule.program import Dependency, Flow, Program, Segment, Task, Transfer
 from smpar.schedule.simulate import Timed, bubble, makespan, times
+from smpar.schedule.zero_bubble import zbv, zero_bubble
 
 __all__ = [
     "Action",
@@ -21,6 +31,7 @@ __all__ = [
     "Program",
     "Schedule",
     "Segment",
+    "Step",
     "Task",
     "Timed",
     "Transfer",
@@ -31,11 +42,19 @@ __all__ = [
     "draw_text",
     "fill_drain",
     "gpipe",
+    "held",
+    "interleaved_1f1b",
     "list_schedule",
     "lower",
     "make_schedule",
     "makespan",
+    "memory",
     "message_of",
     "one_f_one_b",
+    "placement",
+    "split_schedule",
     "times",
+    "virtual_stages_of",
+    "zbv",
+    "zero_bubble",
 ]

@@ -38,6 +38,11 @@ class Kind(Enum):
         return len(self.value) == 2
 
     @property
+    def role(self) -> Kind:
+        """The computation that it stands for among those that wait for each other: I does what B does for others."""
+        return Kind.B if self is Kind.I else self
+
+    @property
     def is_send(self) -> bool:
         return self in (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT)
 
@@ -169,7 +174,7 @@ class Schedule:
     def in_flight(self) -> tuple[tuple[int, ...], ...]:
         """For each rank and position: the microbatches begun and not ended there, those of the action itself included.
 
-        A microbatch is in flight on a rank from its first action there to its last.
+        A microbatch is in flight on a rank from its first action there to its last, a W too.
         """
         result = []
         for actions in self.ranks:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from smpar.errors import ScheduleError
 from smpar.schedule.actions import Action, Kind, Schedule
@@ -25,9 +26,9 @@ Place = tuple[int, int]
 def check(schedule: Schedule, programs: Sequence[Program], active: int | None = None) -> None:
     """Prove that the schedule runs its programs.
 
-    Checked in this order: each needed action occurs once, on the rank that holds its segment; a microbatch's actions
-    on one rank keep their order; at most `active` microbatches are in flight; run with channels whose sends never
-    block, every rank comes to its end.
+    Checked in this order: each needed action occurs once, on the rank that holds its segment, a backward whole (B) or
+    split (I and W); a microbatch's actions on one rank keep their order; at most `active` microbatches are in flight;
+    run with channels whose sends never block, every rank comes to its end.
 
     Args:
         schedule: forwards and backwards, before lowering.
@@ -76,16 +77,29 @@ def _check_once(schedule: Schedule, programs: Sequence[Program]) -> None:
         for microbatch, program in enumerate(programs)
         for task in program.tasks
     }
+    wholes: dict[Action, Place] = {}
+    for rank, position, action in schedule:
+        whole = _whole(action)
+        if action.kind in (Kind.I, Kind.W) and whole in needed:
+            _check_splits(schedule, programs, action, (rank, position))
+            wholes[whole] = (rank, position)
+    for whole in wholes:
+        home = needed.pop(whole)
+        needed |= {replace(whole, kind=kind): home for kind in (Kind.I, Kind.W)}
     seen: dict[Action, Place] = {}
     for rank, position, action in schedule:
         place = (rank, position)
         if action.kind.is_message:
             rule = "messages are added by lowering, not by the schedule"
             raise _fail(schedule, rule, f"{action} {_at(place)}", "check the schedule before lower()", place)
+        if action in wholes:
+            rule = "a backward occurs once, whole or split"
+            values = f"{action} {_at(place)}, and a part of it {_at(wholes[action])}"
+            raise _fail(schedule, rule, values, f"remove {action}, or its I and W", wholes[action], place)
         if action not in needed:
             rule = "each action is a forward or backward that the program has"
             values = f"{action} {_at(place)}; {len(programs)} microbatches, {len(programs[0].segments)} segments"
-            if action.kind is Kind.B and Action(Kind.F, action.segment, action.microbatch) in needed:
+            if action.kind is not Kind.F and Action(Kind.F, action.segment, action.microbatch) in needed:
                 values += f", program of microbatch {action.microbatch} without backward"
             raise _fail(schedule, rule, values, f"remove {action}", place)
         if rank != needed[action]:
@@ -101,6 +115,18 @@ def _check_once(schedule: Schedule, programs: Sequence[Program]) -> None:
             rule = "each action of the program occurs"
             place = (rank, len(schedule.ranks[rank]))
             raise _fail(schedule, rule, f"no {action} on rank {rank}", f"add {action} to rank {rank}", place)
+
+
+def _whole(action: Action) -> Action:
+    """The backward that the action is, or is a part of."""
+    return replace(action, kind=Kind.B)
+
+
+def _check_splits(schedule: Schedule, programs: Sequence[Program], action: Action, place: Place) -> None:
+    if programs[action.microbatch].segments[action.segment].weight == 0:
+        rule = "a backward is split only where the weights' part has a time"
+        values = f"{action} {_at(place)}, weight=0 of segment {action.segment}"
+        raise _fail(schedule, rule, values, f"use {_whole(action)}, whole", place)
 
 
 def _check_order(schedule: Schedule, programs: Sequence[Program]) -> None:
@@ -121,6 +147,11 @@ def _check_order(schedule: Schedule, programs: Sequence[Program]) -> None:
                 raise _fail(schedule, rule, values, f"move {action} before {before[0]}", before[1], place)
             last[turn] = action, place
             forwards_left[turn] -= 1
+        elif action.kind is Kind.W:
+            if _whole(action) not in done:
+                first = replace(action, kind=Kind.I)
+                rule = "the weights' part of a backward comes after that of the inputs"
+                raise _fail(schedule, rule, f"{action} {_at(place)} before {first}", f"move it behind {first}", place)
         else:
             if forwards_left[turn]:
                 rule = "a rank starts a microbatch's backwards after all its forwards of that microbatch"
@@ -130,9 +161,9 @@ def _check_order(schedule: Schedule, programs: Sequence[Program]) -> None:
                 first = Action(Kind.B, user, action.microbatch)
                 if first not in done:
                     rule = "a segment's backward comes after those of the segments that use its tensors"
-                    values = f"{action} {_at(place)} before {first}"
-                    raise _fail(schedule, rule, values, f"move {action} behind {first}", place)
-            done.add(action)
+                    values = f"{action} {_at(place)} before {first} or its I"
+                    raise _fail(schedule, rule, values, f"move {action} behind it", place)
+            done.add(_whole(action))
 
 
 def _local_users(program: Program) -> dict[int, list[int]]:
@@ -180,7 +211,10 @@ def _check_runs(schedule: Schedule, programs: Sequence[Program]) -> None:
             waiting = next(action for action in full[rank][at[rank] :] if not action.kind.is_message)
             place = (rank, schedule.ranks[rank].index(waiting))
             places.append(place)
-            waits.append(f"{waiting} {_at(place)} waits for {_maker_of(receive, programs)} on rank {receive.peer}")
+            maker = _maker_of(receive, programs)
+            if maker not in schedule.ranks[receive.peer]:
+                maker = replace(maker, kind=Kind.I)
+            waits.append(f"{waiting} {_at(place)} waits for {maker} on rank {receive.peer}")
         raise _fail(
             schedule,
             "no action waits for one that waits for it",
@@ -191,7 +225,7 @@ def _check_runs(schedule: Schedule, programs: Sequence[Program]) -> None:
 
 
 def _maker_of(receive: Action, programs: Sequence[Program]) -> Action:
-    """The action after which the awaited message is sent."""
+    """The action after which the awaited message is sent, if it is not split."""
     flow = programs[receive.microbatch].flows[receive.flow]
     if receive.kind is Kind.RECV_ACTIVATION:
         return Action(Kind.F, flow.source, receive.microbatch)

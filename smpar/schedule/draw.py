@@ -16,7 +16,7 @@ from smpar.schedule.actions import Kind, Schedule
 from smpar.schedule.program import Program, Transfer
 from smpar.schedule.simulate import Timed, bubble, makespan, times
 
-_DIGITS = {Kind.F: "0123456789", Kind.B: "₀₁₂₃₄₅₆₇₈₉"}
+_DIGITS = {Kind.F: "0123456789", Kind.B: "₀₁₂₃₄₅₆₇₈₉", Kind.I: "₀₁₂₃₄₅₆₇₈₉", Kind.W: "⁰¹²³⁴⁵⁶⁷⁸⁹"}
 _IDLE = "·"
 
 

@@ -11,7 +11,7 @@ microbatch can always go on.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -70,7 +70,13 @@ _GAIN = 0.01
 
 
 def greedy(
-    name: str, program: Program, microbatches: int, active: int, transfer: Transfer, drain: bool = False
+    name: str,
+    program: Program,
+    microbatches: int,
+    active: int,
+    transfer: Transfer,
+    drain: bool = False,
+    split: bool = False,
 ) -> Schedule:
     """The fastest of one list schedule per policy.
 
@@ -81,19 +87,24 @@ def greedy(
         active: cap on the microbatches in flight on a rank.
         transfer: time of a message.
         drain: a rank's backwards wait for all its forwards, of all microbatches.
+        split: also try every policy with the backwards split of all segments that have a weights' part.
     """
-    graph = _graph(program, transfer)
+    graphs = [_graph(program, transfer, frozenset())]
+    parted = frozenset(segment.index for segment in program.segments if segment.weight > 0)
+    if split and program.backward and parted:
+        graphs.append(_graph(program, transfer, parted))
     best_end, best = float("inf"), Schedule(name, ((),) * program.size)
-    for policy in DRAIN_POLICIES if drain else POLICIES:
-        end, ranks = _run(graph, microbatches, active, policy, drain)
-        if end < best_end * (1 - _GAIN):
-            best_end, best = end, Schedule(name, ranks)
+    for graph in graphs:
+        for policy in DRAIN_POLICIES if drain else POLICIES:
+            end, ranks = _run(graph, microbatches, active, policy, drain)
+            if end < best_end * (1 - _GAIN):
+                best_end, best = end, Schedule(name, ranks)
     return best
 
 
 @dataclass(frozen=True)
 class _Graph:
-    """The program's tasks as numbers: what the inner loop reads."""
+    """The program's tasks as numbers, forwards, backwards (B or I), W's: what the inner loop reads."""
 
     size: int
     tasks: tuple[Task, ...]
@@ -105,11 +116,16 @@ class _Graph:
     opens: list[bool]
     of_rank: list[int]
     forwards_of_rank: list[int]
+    first_weight: int
 
 
-def _graph(program: Program, transfer: Transfer) -> _Graph:
-    tasks = program.tasks
-    number = {task: i for i, task in enumerate(tasks)}
+def _graph(program: Program, transfer: Transfer, split: Set[int]) -> _Graph:
+    """The program's graph, with the backwards of the segments in `split` as I and W."""
+    tasks = [
+        task._replace(kind=Kind.I) if task.kind is Kind.B and task.segment in split else task for task in program.tasks
+    ]
+    tasks += [Task(Kind.W, segment) for segment in sorted(split)]
+    number = {Task(task.kind.role, task.segment): i for i, task in enumerate(tasks)}
     rank = [program.segment_ranks[task.segment] for task in tasks]
     cost = [program.cost(task) for task in tasks]
     after: list[list[tuple[int, float]]] = [[] for _ in tasks]
@@ -118,10 +134,14 @@ def _graph(program: Program, transfer: Transfer) -> _Graph:
         before, then = number[dependency.before], number[dependency.after]
         after[before].append((then, program.delay(dependency, transfer)))
         waits[then] += 1
+    for segment in split:
+        after[number[Task(Kind.B, segment)]].append((number[Task(Kind.W, segment)], 0.0))
+        waits[number[Task(Kind.W, segment)]] += 1
     path = [0.0] * len(tasks)
     # Forwards depend on earlier forwards only, backwards on later backwards and on forwards: a topological order.
     half = len(program.segments)
-    for task in [*range(half, len(tasks)), *reversed(range(half))]:
+    weights = len(program.tasks)
+    for task in [*range(weights, len(tasks)), *range(half, weights), *reversed(range(half))]:
         path[task] = cost[task] + max((delay + path[then] for then, delay in after[task]), default=0.0)
     first = {r: i for i, r in reversed(list(enumerate(program.segment_ranks)))}
     opens = [task.kind is Kind.F and first[rank[i]] == i for i, task in enumerate(tasks)]
@@ -129,7 +149,7 @@ def _graph(program: Program, transfer: Transfer) -> _Graph:
     for task_rank, task in zip(rank, tasks, strict=True):
         of_rank[task_rank] += 1
         forwards[task_rank] += task.kind is Kind.F
-    return _Graph(program.size, tasks, rank, cost, waits, after, path, opens, of_rank, forwards)
+    return _Graph(program.size, tuple(tasks), rank, cost, waits, after, path, opens, of_rank, forwards, weights)
 
 
 _Entry = tuple[Key, int, int]
@@ -141,7 +161,8 @@ class _Rank:
     """One rank on the simulated clock.
 
     `coming` holds tasks by the time at which they become ready, `ready` those that are, forwards and backwards apart;
-    `doors` the times at which microbatches not yet admitted could begin; `held` backwards that a drain holds back.
+    `fill` W's that can start, which run when nothing else can; `doors` the times at which microbatches not yet admitted
+    could begin; `held` backwards that a drain holds back.
     """
 
     forwards_left: int
@@ -149,6 +170,7 @@ class _Rank:
     free: float = 0.0
     coming: list[tuple[float, _Entry]] = field(default_factory=list)
     ready: tuple[list[_Entry], list[_Entry]] = field(default_factory=lambda: ([], []))
+    fill: list[_Entry] = field(default_factory=list)
     doors: dict[int, float] = field(default_factory=dict)
     held: list[tuple[float, _Entry]] = field(default_factory=list)
     next_microbatch: int = 0
@@ -159,7 +181,7 @@ class _Rank:
 
     def start(self) -> float:
         """When it can start its next task; infinity if none is in sight."""
-        if self.ready[0] or self.ready[1]:
+        if self.ready[0] or self.ready[1] or self.fill:
             return self.free
         return max(self.free, self.coming[0][0]) if self.coming else float("inf")
 
@@ -168,6 +190,8 @@ class _Rank:
         while self.coming and self.coming[0][0] <= time:
             entry = heapq.heappop(self.coming)[1]
             heapq.heappush(self.ready[entry[2] >= self.first_backward], entry)
+        if not self.ready[0] and not self.ready[1]:
+            return heapq.heappop(self.fill)
         backward = prefer == "backward" or (prefer == "turn" and not self.last_backward)
         return heapq.heappop(self.ready[backward] or self.ready[not backward])
 
@@ -209,7 +233,9 @@ def _run(
     def release(microbatch: int, task: int, time: float) -> None:
         rank = ranks[graph.rank[task]]
         entry = (time, (keys[microbatch][task], microbatch, task))
-        if graph.opens[task]:
+        if task >= graph.first_weight:
+            heapq.heappush(rank.fill, entry[1])
+        elif graph.opens[task]:
             rank.doors[microbatch] = time
             admit(graph.rank[task])
         elif drain and task >= first_backward and rank.forwards_left:
@@ -229,9 +255,10 @@ def _run(
         rank = ranks[number]
         _, microbatch, task = rank.choose(time, policy.prefer)
         rank.free = time + graph.cost[task]
-        rank.last_backward = task >= first_backward
+        if task < graph.first_weight:
+            rank.last_backward = task >= first_backward
         rank.actions.append(Action(graph.tasks[task].kind, graph.tasks[task].segment, microbatch))
-        if not rank.last_backward:
+        if task < first_backward:
             rank.forwards_left -= 1
             if not rank.forwards_left:
                 for entry in rank.held:

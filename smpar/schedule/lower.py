@@ -5,6 +5,8 @@ Before an action come the receives it needs, after it the sends it makes:
     rank 0 | 0F0 0SA0:0>1 ... 0RG0:0<1 0B0
     rank 1 | 1RA0:0<0 1F0 1B0 1SG0:0>0
 
+Of a split backward, I waits for and sends what the whole one does, W nothing.
+
 A channel (one per directed pair of ranks) is first in, first out, in the order in which its sender's actions make the
 messages. A message that a receiver waits for may arrive behind others which it needs later; receives are posted ahead
 into buffers, so that is no deadlock.
@@ -81,7 +83,7 @@ _Moves = tuple[tuple[_Make, ...], tuple[_Make, ...]]
 
 
 def _table(program: Program) -> dict[tuple[Kind, int], _Moves]:
-    """(kind, segment) -> makers of the receives before that action and of the sends after it."""
+    """(kind, segment) -> makers of the receives before that action and of the sends after it; I has those of B."""
     before: dict[tuple[Kind, int], list[_Make]] = {}
     after: dict[tuple[Kind, int], list[_Make]] = {}
     for send, receive, sender, receiver, flow in _messages(program):
@@ -89,7 +91,8 @@ def _table(program: Program) -> dict[tuple[Kind, int], _Moves]:
         compute = Kind.F if send is Kind.SEND_ACTIVATION else Kind.B
         after.setdefault((compute, sender), []).append(_maker(send, sender, flow, ranks[receiver]))
         before.setdefault((compute, receiver), []).append(_maker(receive, receiver, flow, ranks[sender]))
-    return {task: (tuple(before.get(task, ())), tuple(after.get(task, ()))) for task in before.keys() | after.keys()}
+    table = {task: (tuple(before.get(task, ())), tuple(after.get(task, ()))) for task in before.keys() | after.keys()}
+    return table | {(Kind.I, segment): moves for (kind, segment), moves in table.items() if kind is Kind.B}
 
 
 def _messages(program: Program) -> Iterator[tuple[Kind, Kind, int, int, int]]:

@@ -1,68 +1,29 @@
-"""Sizes in, schedule out: who does what, in which order.
+"""Sizes in, schedule out: the names of schedules, the stages they need, and the orders that run any program.
 
-In the drawings a column is one unit of time, a digit a forward and a lowered digit a backward of that microbatch.
+A new schedule is one function from program and microbatches, and one line in the table `_ORDERS`.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
+from typing import NamedTuple
 
 from smpar.errors import ScheduleError, ScheduleNameError
-from smpar.schedule.actions import Action, Kind, Schedule
+from smpar.schedule.actions import Schedule
+from smpar.schedule.chains import (
+    gpipe,
+    interleaved_1f1b,
+    is_loop,
+    is_vee,
+    on_own_ranks,
+    one_f_one_b,
+    require_active,
+    require_microbatches,
+)
 from smpar.schedule.greedy import greedy
 from smpar.schedule.program import Program, Transfer
-
-
-def gpipe(program: Program, microbatches: int) -> Schedule:
-    """All forwards, then all backwards, of a chain (GPipe, arXiv 1811.06965).
-
-    Keeps every microbatch's activations until its backward; idles (S-1)/(M+S-1) of the time on equal stages.
-
-    ::
-
-        rank 0 |0123·········₀₀₁₁₂₂₃₃|
-        rank 1 |·0123······₀₀₁₁₂₂₃₃··|
-        rank 2 |··0123···₀₀₁₁₂₂₃₃····|
-        rank 3 |···0123₀₀₁₁₂₂₃₃······|
-
-    Raises:
-        ScheduleError: the program is no chain, or `microbatches` is below one.
-    """
-    _require_chain(program, microbatches, "gpipe")
-    forwards, backwards = [Kind.F] * microbatches, [Kind.B] * microbatches
-    return _chain("gpipe", program, lambda place: forwards + backwards)
-
-
-def one_f_one_b(program: Program, microbatches: int, active: int | None = None) -> Schedule:
-    """Forwards and backwards in turn, of a chain (PipeDream-flush, arXiv 2006.09503).
-
-    Idles as much as `gpipe`, but stage s of S holds at most S-s microbatches.
-
-    ::
-
-        rank 0 |0123······₀₀·₁₁·₂₂·₃₃|
-        rank 1 |·012····₀₀3₁₁·₂₂·₃₃··|
-        rank 2 |··01··₀₀2₁₁3₂₂·₃₃····|
-        rank 3 |···0₀₀1₁₁2₂₂3₃₃······|
-
-    Args:
-        program: a chain.
-        microbatches: how many, at least 1.
-        active: cap on the microbatches in flight on a stage; None: stages + 2, which never binds.
-
-    Raises:
-        ScheduleError: the program is no chain, or a number is below one.
-    """
-    _require_chain(program, microbatches, "1f1b")
-    cap = _active(program, active)
-    last = len(program.segments) - 1
-
-    def kinds(place: int) -> list[Kind]:
-        ahead = min(last - place + 1, cap, microbatches)
-        return [Kind.F] * ahead + [Kind.B, Kind.F] * (microbatches - ahead) + [Kind.B] * ahead
-
-    return _chain("1f1b", program, kinds)
+from smpar.schedule.zero_bubble import zbv, zero_bubble
 
 
 def list_schedule(
@@ -78,14 +39,27 @@ def list_schedule(
     Args:
         program: any program.
         microbatches: how many, at least 1.
-        active: cap on the microbatches in flight on a rank; None: stages + 2.
+        active: cap on the microbatches in flight on a rank; None: ranks + 2.
         transfer_seconds: time of a message, in the unit of the segments' times.
 
     Raises:
         ScheduleError: a number is below one.
     """
-    _require_microbatches(microbatches)
+    require_microbatches(microbatches)
     return greedy("list", program, microbatches, _active(program, active), transfer_seconds)
+
+
+def split_schedule(
+    program: Program, microbatches: int, active: int | None = None, transfer_seconds: Transfer = 0.0
+) -> Schedule:
+    """`list_schedule` with the backwards split of all segments that can be, if that is faster by more than 1 %.
+
+    A W runs when its rank would idle. A microbatch is in flight until its last W, so no more memory is needed.
+
+    Args, raises: as for `list_schedule`.
+    """
+    require_microbatches(microbatches)
+    return greedy("list", program, microbatches, _active(program, active), transfer_seconds, split=True)
 
 
 def fill_drain(program: Program, microbatches: int, transfer_seconds: Transfer = 0.0) -> Schedule:
@@ -96,93 +70,137 @@ def fill_drain(program: Program, microbatches: int, transfer_seconds: Transfer =
     Raises:
         ScheduleError: `microbatches` is below one.
     """
-    _require_microbatches(microbatches)
+    require_microbatches(microbatches)
     return greedy("fill_drain", program, microbatches, microbatches, transfer_seconds, drain=True)
 
 
 def make_schedule(name: str, program: Program, microbatches: int, active: int | None = None) -> Schedule:
-    """The schedule of that name, or its general form where the program is no chain.
+    """The schedule of that name, or its general form where the program does not fit or `active` is too little.
 
-    =================== ============= =================
-    name                chain         any other program
-    =================== ============= =================
-    simple, gpipe       gpipe         fill_drain
-    1f1b, interleaved   1f1b          list
-    list                list          list
-    fill_drain          fill_drain    fill_drain
-    =================== ============= =================
+    =================== ======================================== ================ =======
+    name                fits                                     its order        general
+    =================== ======================================== ================ =======
+    simple, gpipe       chain, one segment per rank              gpipe            fill_drain
+    1f1b, interleaved   chain, one segment per rank              1f1b             list
+    interleaved_1f1b    chain, v stages per rank, in a loop      interleaved_1f1b list
+    zb                  chain, one segment per rank              zb               list, split
+    zbv                 chain, two stages per rank, in a V       zbv              list, split
+    list                                                                          list
+    fill_drain                                                                    fill_drain
+    =================== ======================================== ================ =======
 
     Args:
         name: from the table (`simple` and `interleaved` are SMP's names, arXiv 2111.05972).
         program: what one microbatch does.
         microbatches: how many, at least 1.
-        active: cap on the microbatches in flight on a rank, for 1f1b and list; None: stages + 2.
+        active: cap on the microbatches in flight on a rank, but for gpipe and fill_drain; None: an order's own, and
+            ranks + 2 for list.
 
     Raises:
         ScheduleNameError: no such name.
         ScheduleError: a number is below one.
     """
-    if name not in _MAKERS:
-        near = difflib.get_close_matches(name, _MAKERS, n=1)
-        raise ScheduleNameError(
-            f"a schedule is one of {', '.join(_MAKERS)}",
-            f"pipeline={name!r}",
-            f'pipeline="{near[0] if near else "interleaved"}"',
-        )
-    for_chain, for_any = _MAKERS[name]
-    return (for_chain if program.is_chain else for_any)(program, microbatches, active)
+    require_active(active)
+    order = _order(name)
+    if order.make and order.fits(program):
+        schedule = order.make(program, microbatches)
+        if active is None or not order.capped or max(schedule.peak_in_flight()) <= active:
+            return schedule
+    return order.general(program, microbatches, active)
 
 
-def _gpipe(program: Program, microbatches: int, active: int | None) -> Schedule:
-    return gpipe(program, microbatches)
+def virtual_stages_of(name: str, asked: int = 0) -> int:
+    """Stages per rank under the schedule of that name.
+
+    Args:
+        name: as for `make_schedule`.
+        asked: how many are wanted; 0: the schedule's default, 2 for interleaved_1f1b and zbv, else 1.
+
+    Raises:
+        ScheduleNameError: no such name.
+        ScheduleError: the schedule does not go with that number.
+    """
+    order = _order(name)
+    if asked < 0 or (order.vee and asked not in (0, order.virtual)):
+        rule = f"{name} has {order.virtual} stages per rank" if order.vee else "a rank has at least one stage"
+        raise ScheduleError(rule, f"virtual_stages={asked}", f"virtual_stages={order.virtual}, or leave it out")
+    return asked or order.virtual
+
+
+def placement(name: str, size: int, virtual_stages: int = 0) -> tuple[int, ...]:
+    """Stage -> the rank that holds it, for `Program.ranks`.
+
+    A loop, ``0 1 2 0 1 2``: stage s on rank s % size; for zbv a V, ``0 1 2 2 1 0``.
+
+    Args:
+        name: as for `make_schedule`.
+        size: number of ranks, at least 1.
+        virtual_stages: as `asked` of `virtual_stages_of`.
+
+    Raises:
+        ScheduleNameError: no such name.
+        ScheduleError: a number does not fit.
+    """
+    if size < 1:
+        raise ScheduleError("a pipeline has at least one rank", f"{size=}", "pipeline_parallel_degree=1 or more")
+    stages = virtual_stages_of(name, virtual_stages)
+    loop = tuple(range(size))
+    return loop + loop[::-1] if _order(name).vee else loop * stages
+
+
+class _Order(NamedTuple):
+    """What a name stands for.
+
+    Attributes:
+        general: runs any program, within a cap.
+        make: runs the programs that fit; None: there is no such order, general runs all.
+        fits: whether `make` runs the program.
+        capped: whether a cap on microbatches in flight applies.
+        virtual: default of stages per rank.
+        vee: whether a rank's stages lie in a V, and are `virtual` for certain.
+    """
+
+    general: Callable[[Program, int, int | None], Schedule]
+    make: Callable[[Program, int], Schedule] | None = None
+    fits: Callable[[Program], bool] = on_own_ranks
+    capped: bool = True
+    virtual: int = 1
+    vee: bool = False
 
 
 def _fill_drain(program: Program, microbatches: int, active: int | None) -> Schedule:
     return fill_drain(program, microbatches)
 
 
-_Maker = Callable[[Program, int, "int | None"], Schedule]
+def _one_f_one_b(program: Program, microbatches: int, active: int | None) -> Schedule:
+    order = one_f_one_b if on_own_ranks(program) else list_schedule
+    return order(program, microbatches, active)
 
-_MAKERS: dict[str, tuple[_Maker, _Maker]] = {
-    "simple": (_gpipe, _fill_drain),
-    "gpipe": (_gpipe, _fill_drain),
-    "1f1b": (one_f_one_b, list_schedule),
-    "interleaved": (one_f_one_b, list_schedule),
-    "list": (list_schedule, list_schedule),
-    "fill_drain": (_fill_drain, _fill_drain),
+
+_ORDERS: dict[str, _Order] = {
+    "simple": _Order(_fill_drain, gpipe, capped=False),
+    "gpipe": _Order(_fill_drain, gpipe, capped=False),
+    "1f1b": _Order(_one_f_one_b),
+    "interleaved": _Order(_one_f_one_b),
+    "interleaved_1f1b": _Order(list_schedule, interleaved_1f1b, is_loop, virtual=2),
+    "zb": _Order(split_schedule, zero_bubble),
+    "zbv": _Order(split_schedule, zbv, is_vee, virtual=2, vee=True),
+    "list": _Order(list_schedule),
+    "fill_drain": _Order(_fill_drain, capped=False),
 }
 
 
-def _chain(name: str, program: Program, kinds: Callable[[int], list[Kind]]) -> Schedule:
-    """Number the n-th forward and the n-th backward of each stage as microbatch n."""
-    ranks: list[tuple[Action, ...]] = [()] * program.size
-    for place, segment in enumerate(sorted(program.segments, key=lambda segment: segment.stage)):
-        count = dict.fromkeys(Kind, 0)
-        actions = []
-        for kind in kinds(place):
-            if kind is Kind.F or program.backward:
-                actions.append(Action(kind, segment.index, count[kind]))
-            count[kind] += 1
-        ranks[program.rank_of(segment.stage)] = tuple(actions)
-    return Schedule(name, tuple(ranks))
+def _order(name: str) -> _Order:
+    if name not in _ORDERS:
+        near = difflib.get_close_matches(name, _ORDERS, n=1)
+        raise ScheduleNameError(
+            f"a schedule is one of {', '.join(_ORDERS)}",
+            f"pipeline={name!r}",
+            f'pipeline="{near[0] if near else "interleaved"}"',
+        )
+    return _ORDERS[name]
 
 
 def _active(program: Program, active: int | None) -> int:
-    if active is not None and active < 1:
-        raise ScheduleError("at least one microbatch is in flight", f"{active=}", "active_microbatches=1 or more")
-    return program.stages + 2 if active is None else active
-
-
-def _require_microbatches(microbatches: int) -> None:
-    if microbatches < 1:
-        raise ScheduleError("a batch has at least one microbatch", f"{microbatches=}", "microbatches=1 or more")
-
-
-def _require_chain(program: Program, microbatches: int, name: str) -> None:
-    _require_microbatches(microbatches)
-    if not program.is_chain:
-        raise ScheduleError(
-            f"{name} orders chains: at most one segment per rank, flows only to higher stages",
-            f"{len(program.segments)} segments on ranks {program.segment_ranks}",
-            'pipeline="list", or make_schedule, which chooses by the program',
-        )
+    require_active(active)
+    return program.size + 2 if active is None else active

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 from smpar.errors import ProgramError
@@ -49,12 +50,12 @@ class Flow:
 
     Attributes:
         tensor: the tensor's number.
-        source: the segment after which it is sent: its stage's segment at the time of use. Without meaning where
-            nothing is sent (a local cut, or ``forward=False``).
-        producer: the segment that made it, on the source's stage, not after the source.
+        source: the segment after which it is sent: its rank's segment at the time of use, perhaps of another of the
+            rank's stages. Without meaning where nothing is sent (a local cut, or ``forward=False``).
+        producer: the segment that made it, on the source's rank, not after the source.
         target: the segment that uses it.
         nbytes: its size in bytes.
-        forward: False if an earlier flow took the value to the target's stage: only a gradient travels.
+        forward: False if an earlier flow took the value to the target's rank: only a gradient travels.
         backward: True if a gradient goes from the target to the producer.
     """
 
@@ -68,7 +69,7 @@ class Flow:
 
 
 class Task(NamedTuple):
-    """A forward or backward of one segment, of whichever microbatch."""
+    """A forward or backward of one segment, of whichever microbatch; a backward whole (B) or a part of it (I or W)."""
 
     kind: Kind
     segment: int
@@ -87,7 +88,7 @@ class Program:
     """One microbatch's segments and flows.
 
     Attributes:
-        stages: number of stages; a stage may have no segment.
+        stages: number of (virtual) stages; a stage may have no segment, a rank may hold several stages.
         segments: in program order; ``segments[i].index == i``.
         flows: all tensors that leave their segment; for local cuts source and target are on one rank.
         backward: False if the program has no backward at all, as in evaluation.
@@ -134,22 +135,25 @@ class Program:
 
     @cached_property
     def is_chain(self) -> bool:
-        """At most one segment per rank, and flows only to higher stages (perhaps over stages between)."""
-        once = len(set(self.segment_ranks)) == len(self.segments)
-        return once and all(self.segments[f.source].stage < self.segments[f.target].stage for f in self.flows)
+        """At most one segment per stage, stages in program order: flows go to higher stages, perhaps over some."""
+        ordered = all(a.stage < b.stage for a, b in pairwise(self.segments))
+        return ordered and all(flow.producer < flow.target for flow in self.flows)
 
     @cached_property
     def has_skips(self) -> bool:
         """Whether some flow passes over a stage that has segments."""
         order = {stage: place for place, stage in enumerate(sorted({segment.stage for segment in self.segments}))}
-        return any(order[self.segments[f.target].stage] - order[self.segments[f.source].stage] > 1 for f in self.flows)
+        return any(
+            order[self.segments[f.target].stage] - order[self.segments[f.producer].stage] > 1 for f in self.flows
+        )
 
     @cached_property
     def dependencies(self) -> tuple[Dependency, ...]:
         """All orders that hold inside one microbatch.
 
         A rank runs its forwards in program order, since they are one coroutine, and starts backwards when that has
-        ended; a flow orders forwards source to target, and backwards target to producer.
+        ended; a flow orders forwards source to target, and backwards target to producer. Of a split backward, I has
+        the orders of B, and W only comes after its I.
         """
         result = []
         last: dict[int, int] = {}
@@ -181,18 +185,25 @@ class Program:
 
     def cost(self, task: Task) -> float:
         """The task's time, in the segments' unit."""
-        segment = self.segments[task.segment]
-        return segment.forward if task.kind is Kind.F else segment.backward
+        return _COSTS[task.kind](self.segments[task.segment])
 
     @cached_property
     def tasks(self) -> tuple[Task, ...]:
-        """All forwards in program order, then, if there are any, all backwards in program order."""
+        """All forwards in program order, then, if there are any, all backwards, whole ones, in program order."""
         kinds = (Kind.F, Kind.B) if self.backward else (Kind.F,)
         return tuple(Task(kind, segment.index) for kind in kinds for segment in self.segments)
 
     def forward_only(self) -> Program:
         """The same program without its backward."""
         return replace(self, backward=False)
+
+
+_COSTS: dict[Kind, Callable[[Segment], float]] = {
+    Kind.F: lambda segment: segment.forward,
+    Kind.B: lambda segment: segment.backward,
+    Kind.I: lambda segment: segment.backward - segment.weight,
+    Kind.W: lambda segment: segment.weight,
+}
 
 
 def _validate(program: Program) -> None:
@@ -208,13 +219,15 @@ def _validate(program: Program) -> None:
         require(segment.index == place, "segments are numbered in program order", f"{segment} at place {place}")
         require(0 <= segment.stage < stages, "a segment's stage exists", f"{segment}, {stages=}")
         require(segment.forward >= 0 and segment.backward >= 0, "times are not negative", f"{segment}")
+        require(0 <= segment.weight <= segment.backward, "the weights' part is inside the backward", f"{segment}")
+        require(segment.saved >= 0, "sizes are not negative", f"{segment}")
     for flow in program.flows:
         inside = 0 <= flow.producer <= flow.source < len(segments) and flow.producer <= flow.target < len(segments)
         require(
             inside, "a flow goes from its producer to an existing later segment", f"{flow}, {len(segments)} segments"
         )
-        home, target = segments[flow.source].stage, segments[flow.target].stage
-        require(segments[flow.producer].stage == home, "a flow leaves from its producer's stage", f"{flow}")
-        # Where nothing is sent, the source is only where the stage happened to be at the time of use.
-        late = flow.forward and program.rank_of(home) != program.rank_of(target) and flow.source >= flow.target
+        home = program.segment_ranks[flow.source]
+        require(program.segment_ranks[flow.producer] == home, "a flow leaves from its producer's rank", f"{flow}")
+        # Where nothing is sent, the source is only where the rank happened to be at the time of use.
+        late = program.sends_activation(flow) and flow.source >= flow.target
         require(not late, "a value is sent before its target starts", f"{flow}")

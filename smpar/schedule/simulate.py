@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from smpar.errors import ScheduleError
-from smpar.schedule.actions import Action, Schedule
+from smpar.schedule.actions import Action, Kind, Schedule
 from smpar.schedule.program import Program, Task, Transfer
 
 
@@ -20,7 +20,7 @@ class Timed(NamedTuple):
 
 
 def times(schedule: Schedule, program: Program, transfer_seconds: Transfer = 0.0) -> list[Timed]:
-    """When each action runs: as soon as its rank is free and its inputs are there.
+    """When each action runs: as soon as its rank is free and its inputs are there; a W when its I has ended.
 
     Messages take `transfer_seconds`, delay no computation and not each other.
 
@@ -39,6 +39,11 @@ def times(schedule: Schedule, program: Program, transfer_seconds: Transfer = 0.0
     for dependency in program.dependencies:
         delay = program.delay(dependency, transfer_seconds)
         needs.setdefault(dependency.after, []).append((dependency.before, delay))
+    if program.backward:
+        for segment in program.segments:
+            needs[Task(Kind.W, segment.index)] = [(Task(Kind.B, segment.index), 0.0)]
+    kinds = (Kind.F, Kind.B, Kind.I, Kind.W)
+    costs = {(kind, s.index): program.cost(Task(kind, s.index)) for kind in kinds for s in program.segments}
     ends: dict[tuple[Task, int], float] = {}
     at = [0] * len(schedule.ranks)
     free = [0.0] * len(schedule.ranks)
@@ -49,13 +54,13 @@ def times(schedule: Schedule, program: Program, transfer_seconds: Transfer = 0.0
         for rank, actions in enumerate(schedule.ranks):
             while at[rank] < len(actions):
                 action = actions[at[rank]]
-                task = Task(action.kind, action.segment)
+                task = Task(action.kind.role, action.segment)
                 before = [(ends.get((need, action.microbatch)), delay) for need, delay in needs.get(task, ())]
                 ready = [end + delay for end, delay in before if end is not None]
                 if len(ready) < len(before):
                     break
                 start = max([free[rank], *ready])
-                free[rank] = ends[task, action.microbatch] = start + program.cost(task)
+                free[rank] = ends[task, action.microbatch] = start + costs[action.kind, action.segment]
                 result.append(Timed(rank, action, start, free[rank]))
                 at[rank] += 1
                 moved = True

@@ -37,7 +37,7 @@ class Explorer(Run):
     ) -> None:
         super().__init__(layout, seed, share, wire)
         self.outcomes = outcomes
-        self.record = Recorder(layout.stages)
+        self.record = Recorder(layout.ranks)
         self.used: dict[int, set[int]] = {}
         self.reads = 0
 
@@ -99,6 +99,7 @@ class Explorer(Run):
         record = self.record
         segment, flows = record.enter(stage, inputs)
         record.seconds[segment] += outcome.cost.seconds
+        record.saved[segment] += outcome.cost.saved
         outputs = tuple(
             record.new_ident(place.meta, segment) if isinstance(place, Out) else None for place in outcome.places
         )
@@ -114,21 +115,22 @@ class Explorer(Run):
         self.used.setdefault(id(parameter), set()).add(stage)
         holders = self.layout.holders[id(parameter)]
         if stage not in holders:
-            if self.layout.closed:
-                owner = self.layout.parameter_home[id(parameter)]
-                self.layout.late.append(Late(parameter, owner, stage, has_value=self.wire is not None))
+            taker = self.ranks[stage]
+            if self.layout.closed and taker not in self.layout.holding(parameter):
+                owner = self.layout.owner(parameter)
+                self.layout.late.append(Late(parameter, owner, taker, has_value=self.wire is not None))
                 if self.wire is not None:  # it is needed at once
-                    self._hand_over(parameter, owner, stage)
+                    self._hand_over(parameter, owner, taker)
             holders.add(stage)
             if not self.layout.closed:
                 self.layout.parameter_home[id(parameter)] = min(holders)
 
-    def _hand_over(self, parameter: nn.Parameter, owner: int, stage: int) -> None:
+    def _hand_over(self, parameter: nn.Parameter, owner: int, taker: int) -> None:
         assert self.wire is not None
         meta = self.outcomes.runner.layout_of(parameter)
-        if self.stage == owner:
-            self.wire.send(stage, parameter.data, meta)
-        elif self.stage == stage:
+        if self.rank == owner:
+            self.wire.send(taker, parameter.data, meta)
+        elif self.rank == taker:
             parameter.data = self.wire.receive(owner, -1, meta)
 
     def _enter_segment(self, segment: int) -> None:
@@ -149,8 +151,8 @@ class Explorer(Run):
     def _flow_index(self, ident: int, segment: int) -> int:
         return self.record.flow_index(ident, segment)
 
-    def _stage_of(self, segment: int) -> int:
-        return self.record.segment_stage[segment]
+    def _rank_of(self, segment: int) -> int:
+        return self.ranks[self.record.segment_stage[segment]]
 
     def read(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self.wire is None:
@@ -160,41 +162,45 @@ class Explorer(Run):
             return func(*values[0], **values[1])
 
     def _everywhere(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A stage tensor's data, sent by its home to every stage."""
+        """A stage tensor's data, sent by its home to every rank."""
         if type(tensor) is not StageTensor:
             return tensor
         assert self.wire is not None
         meta = meta_of(tensor)
-        if tensor.home != self.stage:
-            return self.wire.receive(tensor.home, -1, meta)
+        home = self.ranks[tensor.home]
+        if home != self.rank:
+            return self.wire.receive(home, -1, meta)
         value = tensor.value if tensor.parameter is None else tensor.parameter
         assert value is not None
-        for stage in range(self.layout.stages):
-            if stage != self.stage:
-                self.wire.send(stage, value, meta)
+        for rank in self._others():
+            self.wire.send(rank, value, meta)
         return value.detach()
 
     def _spread(self, tensor: torch.Tensor, stage: int) -> None:
         assert self.wire is not None
         meta = meta_of(tensor)
-        if stage != self.stage:
-            tensor.data.copy_(self.wire.receive(stage, -1, meta))  # batch norm keeps its statistics, unseen by autograd
+        home = self.ranks[stage]
+        if home != self.rank:
+            tensor.data.copy_(self.wire.receive(home, -1, meta))  # batch norm keeps its statistics, unseen by autograd
             return
         sent = tensor.detach().clone()  # the next write must not overtake it
-        for other in range(self.layout.stages):
-            if other != self.stage:
-                self.wire.send(other, sent, meta)
+        for rank in self._others():
+            self.wire.send(rank, sent, meta)
+
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self.layout.size) if rank != self.rank]
 
     def _confirmed(self, event: Event, result: Any) -> Outcome:
-        """Agree on what depends on data: the home sends its result's shapes and numbers to every stage."""
+        """Agree on what depends on data: the home sends its result's shapes and numbers to every rank."""
         outcome = event.outcome
-        if event.stage == self.stage:
+        home = self.ranks[event.stage]
+        if home == self.rank:
             real: list[torch.Tensor] = []
             spec = tree.flatten(result, real)
             values = ["*" if v is tree.LEAF else [v] for v in tree.plain_constants(spec)]
             shapes, constants = self._tell(([tuple(t.shape) for t in real], values))
         else:
-            shapes, constants = self._hear(event.stage)
+            shapes, constants = self._hear(home)
         if len(shapes) != len(outcome.places) or len(constants) != len(tree.constants(outcome.spec)):
             raise UnitMismatch(self.layout.name(event.target), f"{len(outcome.places)} tensors", f"{len(shapes)}")
         places: list[Out | int] = []
@@ -210,18 +216,17 @@ class Explorer(Run):
         return dataclasses.replace(outcome, spec=spec, places=tuple(places))
 
     def _tell(self, message: Any) -> Any:
-        """Send a picklable message to all other stages."""
+        """Send a picklable message to all other ranks."""
         assert self.wire is not None
         data = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
         size = torch.tensor([len(data)])
-        for stage in range(self.layout.stages):
-            if stage != self.stage:
-                self.wire.send(stage, size, meta_of(size))
-                self.wire.send(stage, data, meta_of(data))
+        for rank in self._others():
+            self.wire.send(rank, size, meta_of(size))
+            self.wire.send(rank, data, meta_of(data))
         return message
 
-    def _hear(self, stage: int) -> Any:
+    def _hear(self, rank: int) -> Any:
         assert self.wire is not None
-        size = self.wire.receive(stage, -1, meta_of(torch.tensor([0])))
-        data = self.wire.receive(stage, -1, meta_of(torch.empty(int(size), dtype=torch.uint8)))
+        size = self.wire.receive(rank, -1, meta_of(torch.tensor([0])))
+        data = self.wire.receive(rank, -1, meta_of(torch.empty(int(size), dtype=torch.uint8)))
         return pickle.loads(data.numpy().tobytes())

@@ -11,11 +11,11 @@ from torch import nn
 
 @dataclasses.dataclass(frozen=True)
 class Late:
-    """A parameter that glue first reads on ``stage`` after the stages gave up what they do not hold."""
+    """A parameter that glue first reads on rank ``taker`` after the ranks gave up what they do not hold."""
 
     parameter: nn.Parameter
     owner: int
-    stage: int
+    taker: int
     has_value: bool
 
 
@@ -23,11 +23,12 @@ class Late:
 class Layout:
     """The partition of one model.
 
-    ``units`` run whole on their stage; ``split`` are their parents, whose forward is glue.
-    ``parameter_home`` gives the first stage that holds a parameter, ``holders`` all of them.
+    ``ranks`` gives the rank of the pipeline that runs a stage; a rank may have several. ``units`` run whole on their
+    stage; ``split`` are their parents, whose forward is glue. ``parameter_home`` gives the first stage that holds a
+    parameter, ``holders`` all of them.
     """
 
-    stages: int
+    ranks: tuple[int, ...]
     units: dict[nn.Module, int]
     split: set[nn.Module]
     names: dict[nn.Module, str]
@@ -44,7 +45,7 @@ class Layout:
     def make(
         cls,
         model: nn.Module,
-        stages: int,
+        ranks: tuple[int, ...],
         units: dict[nn.Module, int],
         anchors: dict[int, int],
         glue_hooks: set[nn.Module],
@@ -52,6 +53,7 @@ class Layout:
         """Lay out ``model``.
 
         Args:
+            ranks: stage -> rank of the pipeline.
             units: stage of every unit.
             anchors: id of a parameter of a split module -> its stage.
             glue_hooks: units whose forward hooks are to run in glue (a split module's do so anyway).
@@ -71,7 +73,20 @@ class Layout:
         for key, stages_ in holders.items():
             home[key] = min(stages_)
         parameter_names = {id(p): n for n, p in model.named_parameters(remove_duplicate=True)}
-        return cls(stages, dict(units), split, names, home, holders, parameter_names, {}, glue_hooks & units.keys())
+        return cls(ranks, dict(units), split, names, home, holders, parameter_names, {}, glue_hooks & units.keys())
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return max(self.ranks) + 1
+
+    def holding(self, parameter: torch.Tensor) -> tuple[int, ...]:
+        """The ranks that hold a parameter of the model, ascending."""
+        return tuple(sorted({self.ranks[stage] for stage in self.holders[id(parameter)]}))
+
+    def owner(self, parameter: torch.Tensor) -> int:
+        """The rank that answers for a parameter of the model."""
+        return self.ranks[self.parameter_home[id(parameter)]]
 
     def stage_of(self, module: nn.Module) -> int:
         """The stage of a unit. A module inside one that glue calls directly becomes a unit of the same stage."""
@@ -110,8 +125,3 @@ def maximal_units(model: nn.Module, opened: set[nn.Module]) -> list[nn.Module]:
     visit(model)
     nested = {m for u in found for m in u.modules() if m is not u}
     return [u for u in found if u not in nested]
-
-
-def owned(parameter: torch.Tensor, layout: Layout, stage: int) -> bool:
-    """Whether ``stage`` is the one that answers for a parameter (state dicts, norms)."""
-    return layout.parameter_home.get(id(parameter), 0) == stage

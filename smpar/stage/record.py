@@ -1,8 +1,8 @@
 """From the events of one microbatch to its program: segments, flows, and where gradients go.
 
 Each event (a unit's call or an operation in glue) runs on one stage. Walking through them in program
-order, a stage's events join its current segment as long as what they need comes from segments that
-began before it; else a new segment begins:
+order, a stage's events join its rank's current segment as long as that is the stage's, and what they need
+comes from segments that began before it; else a new segment begins:
 
     events      a@0   b@1(a)   c@1(b)   d@0(c)   e@1(d, b)
     segments     0      1        1        2        3
@@ -62,19 +62,24 @@ class _Draft:
 
 
 class Recorder:
-    """Collects events and finds segments and flows as they come."""
+    """Collects events and finds segments and flows as they come.
 
-    def __init__(self, stages: int) -> None:
-        self.stages = stages
+    Args:
+        ranks: stage -> the rank that runs it.
+    """
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        self.ranks = ranks
         self.events: list[Event | Backward] = []
         self.metas: dict[int, Meta] = {}
         self.flows: list[_Draft] = []
         self.segment_stage: list[int] = []
         self.producer: dict[int, int] = {}
-        self._current: dict[int, int] = {}
+        self._current: dict[int, int] = {}  # rank -> its segment
         self._flow_of: dict[tuple[int, int], int] = {}
         self._sent: set[tuple[int, int]] = set()
         self.seconds: list[float] = []
+        self.saved: list[int] = []
 
     def new_ident(self, meta: Meta, segment: int) -> int:
         ident = len(self.metas)
@@ -84,11 +89,12 @@ class Recorder:
 
     def enter(self, stage: int, inputs: Sequence[int | None]) -> tuple[int, tuple[int, ...]]:
         """The segment in which an event on ``stage`` with these inputs runs, and the flows it adds."""
-        segment = self._current.get(stage)
-        if segment is None:
+        rank = self.ranks[stage]
+        segment = self._current.get(rank)
+        if segment is None or self.segment_stage[segment] != stage:
             segment = self._open(stage)
-        remote = [i for i in inputs if i is not None and self.segment_stage[self.producer[i]] != stage]
-        sources = (self._current[self.segment_stage[self.producer[i]]] for i in remote if (i, stage) not in self._sent)
+        homes = ((i, self._home(self.producer[i])) for i in inputs if i is not None)
+        sources = (self._current[home] for i, home in homes if home != rank and (i, rank) not in self._sent)
         if any(source > segment for source in sources):  # it began after this segment, and may wait for it
             segment = self._open(stage)
         added = []
@@ -96,20 +102,24 @@ class Recorder:
             if ident is None or self.producer[ident] == segment or (ident, segment) in self._flow_of:
                 continue
             producer = self.producer[ident]
-            home = self.segment_stage[producer]
-            source = self._current[home] if home != stage else producer
-            first = (ident, stage) not in self._sent
-            self._sent.add((ident, stage))
+            home = self._home(producer)
+            source = self._current[home] if home != rank else producer
+            first = (ident, rank) not in self._sent
+            self._sent.add((ident, rank))
             self._flow_of[ident, segment] = len(self.flows)
             added.append(len(self.flows))
             self.flows.append(_Draft(ident, source, producer, segment, first))
         return segment, tuple(added)
 
+    def _home(self, segment: int) -> int:
+        return self.ranks[self.segment_stage[segment]]
+
     def _open(self, stage: int) -> int:
         segment = len(self.segment_stage)
         self.segment_stage.append(stage)
         self.seconds.append(0.0)
-        self._current[stage] = segment
+        self.saved.append(0)
+        self._current[self.ranks[stage]] = segment
         return segment
 
     def flow_index(self, ident: int, segment: int) -> int:
@@ -135,11 +145,14 @@ class Recorder:
             )
             for d in self.flows
         )
+        awaited = {f.target for f in flows if f.backward}  # others wait for gradients of these segments' inputs
         segments = tuple(
-            Segment(i, stage, max(s, 1e-9), 2 * max(s, 1e-9))
-            for i, (stage, s) in enumerate(zip(self.segment_stage, self.seconds, strict=True))
+            Segment(i, stage, s, 2 * s, weight=s if i in awaited else 0.0, saved=saved)
+            for i, (stage, s, saved) in enumerate(
+                zip(self.segment_stage, (max(s, 1e-9) for s in self.seconds), self.saved, strict=True)
+            )
         )
-        shape = Program(self.stages, segments, flows, backward=bool(roots))
+        shape = Program(len(self.ranks), segments, flows, backward=bool(roots), ranks=self.ranks)
         return MicrobatchProgram(tuple(self.events), shape, self.metas, parameters)
 
 
@@ -177,14 +190,14 @@ class MicrobatchProgram:
 
     @functools.cached_property
     def arrivals(self) -> dict[tuple[int, int], int]:
-        """(tensor, stage) -> the flow that brings it there."""
-        stages = self.stages
-        return {(f.tensor, stages[f.target]): i for i, f in enumerate(self.shape.flows) if f.forward}
+        """(tensor, rank) -> the flow that brings it there."""
+        ranks = self.ranks
+        return {(f.tensor, ranks[f.target]): i for i, f in enumerate(self.shape.flows) if f.forward}
 
     @functools.cached_property
     def overwritten(self) -> frozenset[int]:
         """Flows whose tensor its home may still be sending when it writes into that memory."""
-        stages, root, last = self.stages, dict[int, int](), dict[int, int]()
+        ranks, root, last = self.ranks, dict[int, int](), dict[int, int]()
 
         def memory(ident: int) -> int:
             while ident in root:
@@ -210,7 +223,7 @@ class MicrobatchProgram:
             for at, event in calls
             for flow in event.flows
             if last.get(memory(self.shape.flows[flow].tensor), -1) > at
-            and stages[self.shape.flows[flow].target] != stages[self.shape.flows[flow].producer]
+            and ranks[self.shape.flows[flow].target] != ranks[self.shape.flows[flow].producer]
         )
 
     @functools.cached_property
@@ -218,19 +231,19 @@ class MicrobatchProgram:
         """For each event, whether it is quiet."""
         return tuple(isinstance(e, Event) and e.quiet for e in self.events)
 
-    @functools.cached_property
-    def stages(self) -> tuple[int, ...]:
-        """Segment -> stage."""
-        return tuple(s.stage for s in self.shape.segments)
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Segment -> rank."""
+        return self.shape.segment_ranks
 
     @functools.cached_property
     def random(self) -> bool:
         """Whether some event draws random numbers."""
         return any(isinstance(e, Event) and e.outcome.random for e in self.events)
 
-    def slices(self, stage: int) -> int:
-        """How many segments a stage has."""
-        return sum(s.stage == stage for s in self.shape.segments)
+    def slices(self, rank: int) -> int:
+        """How many segments a rank has."""
+        return self.ranks.count(rank)
 
     def leaving(self, segment: int) -> tuple[int, ...]:
         """Flows whose gradients the backward of ``segment`` starts from."""

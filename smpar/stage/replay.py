@@ -88,7 +88,7 @@ class Replay(Run):
         if at >= len(self._quiet) or not self._quiet[at]:
             return None
         event: Event = self.program.events[at]  # type: ignore[assignment]
-        if event.stage == self.stage or (event.target is not target and event.target != target):
+        if self.ranks[event.stage] == self.rank or (event.target is not target and event.target != target):
             return None
         if target in self.layout.hooks:
             return None
@@ -174,10 +174,10 @@ class Replay(Run):
         return flow in self.program.overwritten
 
     def _flow_index(self, ident: int, segment: int) -> int:
-        return self.program.arrivals[ident, self.stage]
+        return self.program.arrivals[ident, self.rank]
 
-    def _stage_of(self, segment: int) -> int:
-        return self.program.stages[segment]
+    def _rank_of(self, segment: int) -> int:
+        return self.program.ranks[segment]
 
     def _confirmed(self, event: Event, result: Any) -> Outcome:
         return event.outcome

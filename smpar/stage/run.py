@@ -45,13 +45,13 @@ _numbers = itertools.count()
 
 
 class Wire(Protocol):
-    """How a run's tensors reach other stages."""
+    """How a run's tensors reach other ranks."""
 
-    stage: int
+    rank: int
 
-    def send(self, stage: int, tensor: torch.Tensor, meta: Meta) -> None: ...
+    def send(self, rank: int, tensor: torch.Tensor, meta: Meta) -> None: ...
 
-    def receive(self, stage: int, flow: int, meta: Meta) -> torch.Tensor: ...
+    def receive(self, rank: int, flow: int, meta: Meta) -> torch.Tensor: ...
 
 
 class GlueMode(TorchFunctionMode):
@@ -84,7 +84,7 @@ class Run(abc.ABC):
         layout: the partition.
         seed: start of the microbatch's chain of draws, equal on all ranks.
         share: the microbatch's weight in the gradient.
-        wire: transfers to other stages; None plans without executing.
+        wire: transfers to other ranks; None plans without executing.
     """
 
     def __init__(self, layout: Layout, seed: int, share: float, wire: Wire | None) -> None:
@@ -92,7 +92,8 @@ class Run(abc.ABC):
         self.seed = seed
         self.share = share
         self.wire = wire
-        self.stage = wire.stage if wire is not None else -1
+        self.rank = wire.rank if wire is not None else -1
+        self.ranks = layout.ranks
         self.mode = GlueMode(self)
         self.number = next(_numbers)
         self.bypassed: Exception | None = None
@@ -104,6 +105,7 @@ class Run(abc.ABC):
         self.leaves: dict[tuple[int, int], torch.Tensor] = {}
         self.outputs: dict[int, GradientEdge] = {}
         self.roots: dict[int, list[tuple[GradientEdge, torch.Tensor]]] = {}
+        self.products: dict[int, list[Any]] = {}  # segment -> what its backward of weights has to do
 
     # -- what a kind of run knows ---------------------------------------------------------------
 
@@ -131,7 +133,7 @@ class Run(abc.ABC):
         """Flow ``index`` (tensor, source, producer, target, forward)."""
 
     @abc.abstractmethod
-    def _stage_of(self, segment: int) -> int: ...
+    def _rank_of(self, segment: int) -> int: ...
 
     @abc.abstractmethod
     def _confirmed(self, event: Event, result: Any) -> Outcome:
@@ -253,14 +255,15 @@ class Run(abc.ABC):
                     raise WrongBackward(f"a tensor of shape {list(root.shape)}")
             self._backward_event(tuple(root.ident for root in starts))
             for root in starts:
-                if root.home == self.stage:
+                if self.ranks[root.home] == self.rank:
                     assert root.value is not None
                     start = torch.full_like(root.value, self.share, requires_grad=False)
                     self.roots.setdefault(root.segment, []).append((get_gradient_edge(root.value), start))
 
     def release(self) -> None:
         """Let go of all tensors: the microbatch has nothing more to do on this rank."""
-        for held in (self.attributes, self._received, self._parameters, self.leaves, self.outputs, self.roots):
+        for held in (self.attributes, self._received, self._parameters, self.leaves, self.outputs, self.roots,
+                     self.products):  # fmt: skip
             held.clear()
 
     # -- execution ------------------------------------------------------------------------------
@@ -271,7 +274,7 @@ class Run(abc.ABC):
             self._move(index, leaves)
         outcome = event.outcome
         values: list[Any] | None = None
-        if event.stage == self.stage:
+        if self.ranks[event.stage] == self.rank:
             self._enter_segment(event.segment)
             outcome, values = self._execute(event, leaves, spec, fn)
         elif outcome.guessed and self.wire is not None:
@@ -280,16 +283,16 @@ class Run(abc.ABC):
         return self._wrapped(event, outcome, leaves, values)
 
     def _move(self, index: int, leaves: list[Any]) -> None:
-        """Send a tensor of ours to the stage that needs it, or keep hold of one that a later segment uses."""
+        """Send a tensor of ours to the rank that needs it, or keep hold of one that a later segment uses."""
         flow = self._flow(index)
-        if self._stage_of(flow.producer) != self.stage:
+        if self._rank_of(flow.producer) != self.rank:
             return
         value = next(t for t in leaves if type(t) is StageTensor and t.ident == flow.tensor).value
         assert value is not None
         if value.requires_grad:
             self.outputs[flow.tensor] = get_gradient_edge(value)
-        target = self._stage_of(flow.target)
-        if flow.forward and target != self.stage:
+        target = self._rank_of(flow.target)
+        if flow.forward and target != self.rank:
             assert self.wire is not None
             # Sending takes its time; what may be written meanwhile, in glue or as a module's buffer, is copied.
             if self._overwritten(index) or (torch.is_grad_enabled() and not value.requires_grad):
@@ -324,14 +327,15 @@ class Run(abc.ABC):
         return getattr(tensor, "_smpar_made_by", -1) == self.number
 
     def _arrived(self, tensor: StageTensor, segment: int) -> torch.Tensor:
-        if tensor.home == self.stage:
+        home = self.ranks[tensor.home]
+        if home == self.rank:
             assert tensor.value is not None
             return tensor.value
         found = self._received.get(tensor.ident)
         if found is None:
             assert self.wire is not None
             flow = self._flow_index(tensor.ident, segment)
-            found = self.wire.receive(tensor.home, flow, self._meta(tensor.ident))
+            found = self.wire.receive(home, flow, self._meta(tensor.ident))
             self._received[tensor.ident] = found
         return found
 

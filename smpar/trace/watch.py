@@ -22,7 +22,8 @@ aten = torch.ops.aten
 class DeviceRate:
     """What a device does per second, for counted costs (roofline): FLOP/s, bytes/s, seconds per launched operator.
 
-    Only ratios between units matter to a partition. A desktop core and a data-centre GPU in half precision.
+    Only ratios between units matter to a partition. One core of a server, where convolutions and products of matrices
+    run at about the same rate, and a data-centre GPU in half precision.
     """
 
     flops: float
@@ -30,7 +31,7 @@ class DeviceRate:
     launch: float
 
 
-RATES = {"cpu": DeviceRate(4e10, 1e10, 2e-6), "cuda": DeviceRate(1.5e14, 1.5e12, 4e-6)}
+RATES = {"cpu": DeviceRate(7e10, 1e10, 2e-6), "cuda": DeviceRate(1.5e14, 1.5e12, 4e-6)}
 
 
 def _grouped_mm_flops(a: Any, b: Any, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
@@ -47,6 +48,12 @@ _GUESSED = {aten._local_scalar_dense.default, aten.nonzero.default, aten.equal.d
 _FREE = {"view", "_unsafe_view", "detach", "alias", "expand", "permute", "transpose", "t", "slice", "select",
          "unsqueeze", "squeeze", "as_strided", "split", "unbind", "empty", "empty_strided", "empty_like"}  # fmt: skip
 
+# From so many bytes on, a tensor on the CPU lives in memory fresh from the system, which fills it with zeros first.
+_LARGE = 2**23
+# Fused attention runs at two thirds of the rate of plain products, as its scores pass through a softmax and are made
+# again in the backward.
+_ATTENTION = 1.5
+_FUSED = {p for p in _FLOPS if "scaled_dot_product" in p.__name__ and "backward" not in p.__name__}
 
 _UPDATES = {aten.native_batch_norm, aten.cudnn_batch_norm, aten.miopen_batch_norm}
 
@@ -178,9 +185,15 @@ class Watch(TorchDispatchMode):
         for arg in args:
             if isinstance(arg, torch.Tensor):
                 moved += arg.numel() * arg.element_size()
+        if packet is aten.embedding:  # reads a few rows; its backward, counted as two forwards, writes a whole table
+            moved = 2 * out.numel() * out.element_size() + args[0].numel() * args[0].element_size() // 2
         rate = RATES.get(out.device.type, RATES["cuda"])
         self.flops += flops
-        self.seconds += max(flops / rate.flops, moved / rate.bytes) + rate.launch
+        fresh = out.numel() * out.element_size()
+        if out.device.type == "cpu" and fresh >= _LARGE:
+            self.seconds += fresh / rate.bytes
+        slower = _ATTENTION if packet in _FUSED else 1.0
+        self.seconds += max(slower * flops / rate.flops, moved / rate.bytes) + rate.launch
 
 
 def _as_fake(known: Any) -> Any:

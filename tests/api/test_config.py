@@ -78,10 +78,6 @@ def test_mistakes_are_errors_that_name_the_fix(given: dict[str, Any], words: lis
         {"shard_optimizer_state": True},
         {"sharded_data_parallel_degree": 2},
         {"offload_activations": True},
-        {"pipeline": "zb"},
-        {"pipeline": "zbv"},
-        {"pipeline": "interleaved_1f1b"},
-        {"virtual_stages": 2},
     ],
 )
 def test_what_is_not_built_is_refused(given: dict[str, Any]) -> None:

@@ -104,5 +104,5 @@ def test_names_in_few_words(names: list[str], others: list[str], expected: str) 
 
 def test_microbatches_in_flight() -> None:
     chain = Program(3, tuple(Segment(i, i) for i in range(3)), ())
-    assert most_in_flight(gpipe(chain, 5)) == (5, 5, 5)
-    assert most_in_flight(one_f_one_b(chain, 5)) == (3, 2, 1)
+    assert most_in_flight(gpipe(chain, 5), chain) == (5, 5, 5)
+    assert most_in_flight(one_f_one_b(chain, 5), chain) == (3, 2, 1)

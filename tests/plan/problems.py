@@ -18,6 +18,29 @@ class Problem(NamedTuple):
     microbatches: int
     memory_weight: float
     memory_limit: float | None
+    ranks: tuple[int, ...] = ()
+
+
+def loop(ranks: int, per_rank: int) -> tuple[int, ...]:
+    """0 1 2 0 1 2: the rank of each stage under interleaved schedules."""
+    return tuple(range(ranks)) * per_rank
+
+
+def vee(ranks: int) -> tuple[int, ...]:
+    """0 1 2 2 1 0: there and back, as in zbv."""
+    return (*range(ranks), *reversed(range(ranks)))
+
+
+def shared(rng: random.Random, most_units: int = 10) -> Problem:
+    """A random problem with two or three stages on each of two or three ranks, in a loop or a V."""
+    ranks = rng.choice((loop(2, 2), loop(3, 2), loop(2, 3), loop(3, 3), vee(2), vee(3)))
+    while True:
+        p = problem(rng, most_units)
+        if len(p.units) >= len(ranks):
+            limit = None
+            if p.memory_limit is not None:
+                limit = rng.uniform(0.9, 1.8) * sum(u.memory for u in p.units) / (1 + max(ranks))
+            return p._replace(stages=len(ranks), ranks=ranks, memory_limit=limit)
 
 
 def problem(rng: random.Random, most_units: int = 11, most_stages: int = 5) -> Problem:
@@ -50,12 +73,15 @@ def all_cuts(size: int, stages: int) -> list[tuple[int, ...]]:
 
 
 def true_objective(p: Problem, cuts: tuple[int, ...]) -> Fraction | None:
-    """The objective straight from its definition, without rounding; None if a stage is above the memory limit.
+    """The objective straight from its definition, without rounding; None if a rank is above the memory limit.
 
     Stage by stage and set by set, with none of the shortcuts of the code under test.
     """
     size = len(p.units)
+    rank_of_stage = p.ranks or tuple(range(p.stages))
+    ranks = range(1 + max(rank_of_stage))
     stage_of = [sum(cut <= unit for cut in cuts) - 1 for unit in range(size)]
+    rank_of = [rank_of_stage[stage] for stage in stage_of]
     time = [Fraction(0)] * p.stages
     memory = [Fraction(0)] * p.stages
     for unit, stage in zip(p.units, stage_of, strict=True):
@@ -63,19 +89,26 @@ def true_objective(p: Problem, cuts: tuple[int, ...]) -> Fraction | None:
         memory[stage] += Fraction(unit.memory)
     whole_time, whole_memory = sum(time), sum(memory)
     for edge in p.edges:
-        for stage in {stage_of[t] for t in edge.targets} - {stage_of[edge.source]}:
-            time[stage] += Fraction(edge.seconds)
-    if p.memory_limit is not None and max(memory) > Fraction(p.memory_limit):
+        for stage in {stage_of[t] for t in edge.targets}:
+            if rank_of_stage[stage] != rank_of[edge.source]:
+                time[stage] += Fraction(edge.seconds)
+
+    def of_rank(rank: int, values: list[Fraction]) -> Fraction:
+        return sum((v for r, v in zip(rank_of_stage, values, strict=True) if r == rank), Fraction(0))
+
+    if p.memory_limit is not None and max(of_rank(r, memory) for r in ranks) > Fraction(p.memory_limit):
         return None
     tied = sum(
-        (Fraction(tie.seconds) * (len({stage_of[u] for u in tie.units}) - 1) for tie in p.ties if tie.units),
+        (Fraction(tie.seconds) * (len({rank_of[u] for u in tie.units}) - 1) for tie in p.ties if tie.units),
         Fraction(0),
     )
     w = Fraction(p.memory_weight)
     by_time = (1 - w) / whole_time if whole_time else Fraction(0)
     by_memory = w / whole_memory if whole_memory else Fraction(0)
     cost = [by_time * t + by_memory * m for t, m in zip(time, memory, strict=True)]
-    return sum(cost, Fraction(0)) + (p.microbatches - 1) * max(cost) + by_time * tied
+    v = Fraction(p.stages, len(ranks))
+    pace = max(of_rank(r, cost) for r in ranks)
+    return sum(cost, Fraction(0)) / v + (p.microbatches - 1 / v) * pace + by_time * tied
 
 
 def best(p: Problem) -> Fraction | None:

@@ -73,10 +73,12 @@ def test_a_drawn_example() -> None:
     units = [UnitCost(str(i), t, 1.0) for i, t in enumerate((3.0, 2.0, 2.0, 1.0, 5.0))]
     edges = [Edge(1, (2,), 10.0)]
     two = partition(units, edges, [], stages=2, microbatches=4)
-    assert two == Partition((0, 3), two.objective, (7.0, 6.0), (3.0, 2.0))
+    assert two == Partition((0, 3), two.objective, (7.0, 6.0), (3.0, 2.0), (7.0, 6.0), (3.0, 2.0))
     assert two.objective == pytest.approx(1.0 + 3 * 7 / 13)
     three = partition(units, edges, [], stages=3, microbatches=4)
-    assert three == Partition((0, 1, 4), three.objective, (3.0, 5.0, 5.0), (1.0, 3.0, 1.0))
+    assert three == Partition(
+        (0, 1, 4), three.objective, (3.0, 5.0, 5.0), (1.0, 3.0, 1.0), (3.0, 5.0, 5.0), (1.0, 3.0, 1.0)
+    )
     assert three.objective == pytest.approx(1.0 + 3 * 5 / 13)
 
 

@@ -196,7 +196,7 @@ def test_shapes() -> None:
     assert gap.is_chain and not gap.has_skips
     check(one_f_one_b(gap, 3), [gap] * 3)
     virtual = Program(2, chain(2).segments, chain(2).flows, ranks=(0, 0))
-    assert not virtual.is_chain and virtual.size == 1 and len(virtual.of_rank(0)) == 2
+    assert virtual.is_chain and virtual.size == 1 and len(virtual.of_rank(0)) == 2
 
 
 def test_wrong_sizes_and_programs() -> None:

@@ -1,0 +1,178 @@
+"""Backward of one segment: whole, or the part of its weights put off.
+
+The backward of inputs runs the segment's graph as the whole backward does, except that products which only give
+gradients of weights are left out. Their factors are kept, and multiplied when the schedule has time for it (zero
+bubble, arXiv 2401.10241):
+
+    h = x @ w.t() + b        I:  grad of x = g @ w    grad of b = sum of g    keep w, g, x
+                             W:  grad of w += g.t() @ x
+
+Everything else (other operations, recomputed ones, weights with hooks on their gradients or several uses) runs in the
+first part, once, as always; and where there are custom autograd functions, everything does. So the second part may be
+small or empty, never wrong.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
+
+
+class Product(NamedTuple):
+    """A weight's gradient that is still to be computed.
+
+    Attributes:
+        weight: the parameter.
+        factors: of a matrix product: the gradient is the first times the second.
+        compute: gives the gradient, where it is no matrix product.
+    """
+
+    weight: nn.Parameter
+    factors: tuple[torch.Tensor, torch.Tensor] | None
+    compute: Callable[[], torch.Tensor] | None = None
+
+
+def whole(edges: Sequence[GradientEdge], starts: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor] = ()) -> None:
+    """``torch.autograd.backward`` without its checks of shapes, which the program has settled: 30 us each time.
+
+    Args:
+        leaves: those that get their gradients; empty: all.
+    """
+    _engine_run_backward(
+        tuple(edges), tuple(starts), False, False, tuple(leaves), allow_unreachable=True, accumulate_grad=True
+    )  # fmt: skip
+
+
+def of_inputs(edges: Sequence[GradientEdge], starts: Sequence[torch.Tensor]) -> list[Product]:
+    """Backward without the products that can wait; returns them, for `of_weights`."""
+    later, leaves = _split(edge.node for edge in edges)
+    products: list[Product] = []
+    if not leaves:  # nothing would be left to do now
+        later = []
+    for node, weight, make in later:
+        node.register_prehook(functools.partial(_keep, products, node, weight, make))
+    whole(edges, starts, leaves if later else ())
+    return products
+
+
+@torch.no_grad()
+def of_weights(products: list[Product]) -> None:
+    """Compute what `of_inputs` put off, add it to the gradients of the weights, and let the factors go."""
+    while products:
+        weight, factors, compute = products.pop(0)
+        grad = weight.grad
+        if grad is not None and factors is not None and grad.dtype == factors[0].dtype:
+            grad.addmm_(*factors)
+        else:
+            made = torch.mm(*factors) if factors is not None else compute()  # type: ignore[misc]
+            if grad is None:
+                weight.grad = made.to(weight.dtype)
+            else:
+                grad.add_(made)
+        hooks = weight._post_accumulate_grad_hooks
+        for hook in list(hooks.values()) if hooks else ():
+            hook(weight)
+
+
+def _keep(products: list[Product], node: Any, weight: nn.Parameter, make: _Make, gradients: Any) -> None:
+    """Called before ``node`` runs, with the gradients of its results; what it saved is still there."""
+    if gradients[0] is not None:
+        products.append(make(node, weight, gradients[0]))
+
+
+def _addmm(node: Any, weight: nn.Parameter, gradient: torch.Tensor) -> Product:
+    return _matrix(node._saved_mat1, node, 2, weight, gradient)
+
+
+def _mm(node: Any, weight: nn.Parameter, gradient: torch.Tensor) -> Product:
+    return _matrix(node._saved_self, node, 1, weight, gradient)
+
+
+def _matrix(met: torch.Tensor, node: Any, at: int, weight: nn.Parameter, gradient: torch.Tensor) -> Product:
+    straight = node.next_functions[at][0].name() != _TRANSPOSE
+    return Product(weight, (met.t(), gradient) if straight else (gradient.t(), met))
+
+
+def _convolution(node: Any, weight: nn.Parameter, gradient: torch.Tensor) -> Product:
+    met, used = node._saved_input, node._saved_weight
+    settings = (node._saved_stride, node._saved_padding, node._saved_dilation, node._saved_transposed,
+                node._saved_output_padding, node._saved_groups)  # fmt: skip
+
+    def compute() -> torch.Tensor:
+        made: torch.Tensor = torch.ops.aten.convolution_backward(
+            gradient, met, used, None, *settings, [False, True, False]
+        )[1]
+        return made
+
+    return Product(weight, None, compute)
+
+
+_Make = Callable[[Any, nn.Parameter, torch.Tensor], Product]
+
+_LEAF, _TRANSPOSE, _CAST = "torch::autograd::AccumulateGrad", "TBackward0", "ToCopyBackward0"
+# node -> which of its inputs is the weight, what it saved of the other, and how the weight's gradient is made of that
+_KINDS: dict[str, tuple[int, str, _Make]] = {
+    "AddmmBackward0": (2, "_raw_saved_mat1", _addmm),
+    "MmBackward0": (1, "_raw_saved_self", _mm),
+    "ConvolutionBackward0": (1, "_raw_saved_input", _convolution),
+}
+
+
+def _split(roots: Iterable[Node]) -> tuple[list[tuple[Node, nn.Parameter, _Make]], list[torch.Tensor]]:
+    """The nodes whose weight can wait, and the leaves that cannot."""
+    uses: dict[Node, int] = {}  # node -> edges that lead to it
+    leaves: list[Node] = []
+    candidates: list[Node] = []
+    stack: list[Any] = []
+    for root in roots:
+        if root not in uses:
+            uses[root] = 1
+            stack.append(root)
+    while stack:
+        node = stack.pop()
+        name = node.name()
+        if name == _LEAF:
+            leaves.append(node)
+            continue
+        if name in _KINDS:
+            candidates.append(node)
+        elif isinstance(node, BackwardCFunction):  # it may want to be told whether all gradients are asked for
+            return [], []
+        for upper, _ in node.next_functions:
+            if upper is not None:
+                if upper in uses:
+                    uses[upper] += 1
+                else:
+                    uses[upper] = 1
+                    stack.append(upper)
+    later: list[tuple[Node, nn.Parameter, _Make]] = []
+    waiting: set[Node] = set()
+    for node in candidates:
+        at, saved, make = _KINDS[node.name()]
+        leaf = _leaf_behind(node.next_functions[at][0], uses)
+        if leaf is None or getattr(node, "_saved_alpha", 1) != 1:
+            continue
+        if getattr(node, saved).unpack_hook is None:  # else it is recomputed or fetched, which happens only once
+            waiting.add(leaf)
+            later.append((node, leaf.variable, make))
+    return later, [leaf.variable for leaf in leaves if leaf not in waiting]  # type: ignore[attr-defined]
+
+
+def _leaf_behind(node: Any, uses: dict[Node, int]) -> Any:
+    """The leaf of a parameter that only this node uses, perhaps transposed or cast on the way; None if it is not so."""
+    while node is not None and uses[node] == 1:
+        name = node.name()
+        if name == _LEAF:
+            weight = node.variable
+            plain = isinstance(weight, nn.Parameter) and not weight._backward_hooks and not weight.is_complex()
+            return node if plain else None
+        if name not in (_TRANSPOSE, _CAST):
+            return None
+        node = node.next_functions[0][0]
+    return None

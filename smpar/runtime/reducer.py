@@ -1,0 +1,427 @@
+"""Averages gradients over data-parallel replicas while the last backward still runs.
+
+    microbatch  0    0   1    1   2    2
+    compute    |F   |B  |F   |B  |F   |B p5 p4 p3 p2 p1 p0|
+    window                            |===================|    only here gradients become final
+    reductions                              [p5]   [p4 p3 p2]   [p1 p0]
+
+A hook on each parameter tells when its gradient was accumulated. It listens in *windows*: between ``before(stage)`` and
+``after(stage)``, around what gives the last gradients of a step to weights of a stage on this rank. A parameter is
+ready when it was told of as often as in the windows of an earlier step that ran the same; the first such step only
+learns. Buckets are reduced in one order on all replicas: each when it and those before it are ready, the rest at the
+step's end. Averaging is linear and leaves alone what all replicas have alike, so what earlier steps left in the
+gradients needs no setting aside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from smpar.comm.buckets import FIRST, Bucket, CommHook, plan_buckets
+from smpar.errors import LateGradient
+from smpar.runtime.join import Joining
+from smpar.runtime.ties import Gradients, Ties
+from smpar.runtime.wide import Wide, wide_type
+
+_REMEMBERED = 128  # programs whose windows are known
+
+
+class _Listener:
+    """What the parameters' hooks speak to; they do not keep the reducer alive."""
+
+    __slots__ = ("told",)
+
+    def __init__(self) -> None:
+        self.told: Callable[[int], None] | None = None
+
+    def hook(self, index: int) -> Callable[[Tensor], None]:
+        def accumulated(_: Tensor) -> None:
+            if self.told is not None:
+                self.told(index)
+
+        return accumulated
+
+
+class Reducer:
+    """The gradients of one rank's parameters, and the ranks of other replicas that hold the same ones.
+
+    The executor calls `before` and `after` around the last action of each kind (B, or I and W) of each stage that this
+    rank runs in a step. Actions outside of these windows give no gradient to a parameter that was told of inside one as
+    often as it will be; `LateGradient` otherwise. Whoever adds to a gradient by hand calls the parameter's
+    post-accumulate hooks, as autograd does.
+
+    Args:
+        group, replicas: the data-parallel group and its size.
+        cap: bytes at which a bucket is closed.
+        overlap: start reductions while backward runs; else all at the step's end.
+        early_views: move gradients into their bucket at the first microbatch, so that they are never held twice.
+        wide: sum gradients of half-precision parameters in float32.
+        every: only each so-many-th step that runs a backward reduces.
+        name_of: a parameter's name, for messages.
+
+    Attributes:
+        sync: False inside ``no_sync``.
+        comm_hook: what reduces a bucket instead of the sum: (state, function).
+        joining: set inside ``join``.
+        reduced: whether the last step reduced.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        replicas: int,
+        *,
+        cap: int = 25 << 20,
+        overlap: bool = True,
+        early_views: bool = False,
+        wide: bool = False,
+        every: int = 1,
+        name_of: Callable[[Tensor], str] = lambda p: f"of shape {list(p.shape)}",
+    ) -> None:
+        self.group, self.replicas = group, replicas
+        self.sync = True
+        self.comm_hook: tuple[Any, CommHook] | None = None
+        self.joining: Joining | None = None
+        self.reduced = False
+        self._cap, self._overlap, self._early_views, self._every = cap, overlap, early_views, every
+        self._name_of = name_of
+        self._wide = Wide() if wide else None
+        self._passes = 0
+        self._listener = _Listener()
+        self._handles: list[Any] = []
+        self._given: Sequence[nn.Parameter] | None = None
+        self._parameters: list[nn.Parameter] = []
+        self._index: dict[int, int] = {}  # id of a parameter -> its place in the list
+        self._ties: Ties | None = None
+        self._settled = False  # whether the buckets follow the order in which gradients become ready
+        self._order: list[int] = []  # that order on this rank, as far as it is known
+        self._buckets: list[Bucket] = []
+        self._last_buckets: list[Bucket] = []  # of tied parameters: their sums over the pipeline come first
+        self._home: list[tuple[Bucket, int] | None] = []  # bucket and place of each parameter
+        self._expected: OrderedDict[Hashable, list[int]] = OrderedDict()  # how often it is told of in the windows
+        self._key: Hashable = None
+        self._overlapping = False
+        self._open = False  # whether the buckets' memory is this step's
+        self._left: list[int] = []
+        self._heard: list[int] | None = None  # while learning: who was told of in the windows
+        self._next = 0
+        self._before: list[tuple[nn.Parameter, Tensor]] = []
+
+    # -- a step ---------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def step(self, parameters: Sequence[nn.Parameter], key: Hashable, ties: Ties | None = None) -> Iterator[None]:
+        """Around the forwards and backwards of one step; `finish` comes inside, at the end.
+
+        Args:
+            parameters: those of this rank that require gradients; the same list as long as they are the same.
+            key: what the step runs; equal keys have equal windows.
+            ties: those among the parameters that other ranks of the pipeline hold, too.
+        """
+        self.prepare(parameters, ties)
+        self._begin(key)
+        try:
+            yield
+        finally:
+            self._listener.told = None
+            self._restore()
+
+    def before(self, stage: int) -> None:
+        """The next backward is this step's last of its kind that reaches weights of ``stage`` on this rank."""
+        if self._overlapping:
+            self._listener.told = self._tell
+
+    def after(self, stage: int) -> None:
+        """That backward is done. What is not reduced yet stays for a later window, or for `finish`."""
+        if self._overlapping:
+            self._listener.told = self._guard
+
+    def finish(self, backward: bool) -> None:
+        """All backwards of the step are done: reduce what is not reduced yet, and wait for all of it.
+
+        Args:
+            backward: whether the step ran any.
+
+        Raises:
+            PeerFailed: another rank stopped.
+        """
+        self._listener.told = None
+        due = backward and self._due
+        if self.joining is not None:
+            due = self.joining.announce(due)
+        self.reduced = due
+        if backward:
+            self._passes = 0 if due else self._passes + 1
+            with torch.no_grad():
+                self._complete(due)
+
+    def shadow(self) -> None:
+        """Take part in the other replicas' reductions of one step, with nothing to give."""
+        with torch.no_grad():
+            for bucket in (*self._buckets, *self._last_buckets):
+                bucket.begin()
+                bucket.fill([None] * len(bucket.parameters), 1.0)
+                bucket.launch(self.group, self.comm_hook)
+            self._shared_presence()
+            for bucket in (*self._buckets, *self._last_buckets):
+                bucket.wait()
+            self._settle()
+
+    def prepare(self, parameters: Sequence[nn.Parameter], ties: Ties | None = None) -> None:
+        """Lay out the buckets of these parameters, unless they are laid out already; see `step`."""
+        if parameters is self._given and ties is self._ties:
+            return
+        self._given, self._ties = parameters, ties
+        self._parameters = [p for p in parameters if p.numel()]
+        self._index = {id(p): i for i, p in enumerate(self._parameters)}
+        self._settled = not self._overlap or not self._reduces
+        self._order = []
+        self._expected.clear()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = [
+            p.register_post_accumulate_grad_hook(self._listener.hook(i))
+            for i, p in enumerate(self._parameters)
+            if self._reduces or (self._wide and wide_type(p.dtype) != p.dtype)
+        ]
+        self._lay_out(tuple(reversed(range(len(self._parameters)))))
+
+    def use_comm_hook(self, state: Any, hook: CommHook) -> None:
+        """From the next step on, ``hook(state, bucket)`` reduces the buckets."""
+        self.comm_hook, self._given = (state, hook), None
+
+    def restart(self) -> None:
+        """Count the steps up to the next reduction anew."""
+        self._passes = 0
+
+    @property
+    def idle(self) -> bool:
+        """Whether gradients need nothing, unless they are tied over a pipeline."""
+        return not self._reduces and self._wide is None
+
+    # -- its beginning --------------------------------------------------------------------------
+
+    @property
+    def _reduces(self) -> bool:
+        return self.replicas > 1 or self.comm_hook is not None
+
+    @property
+    def _due(self) -> bool:
+        return self._reduces and self.sync and self._passes + 1 >= self._every
+
+    def _begin(self, key: Hashable) -> None:
+        self._key, self._next, self._heard = key, 0, None
+        tied = self._ties.parameters if self._ties is not None else ()
+        self._before = [(p, p.grad) for p in tied if p.grad is not None]
+        for p, _ in self._before:
+            p.grad = None
+        due = self._due and torch.is_grad_enabled()
+        self._open = due or self._early_views or self._wide is not None
+        if self._open:
+            self._open_buckets()
+        self._overlapping = due and self._overlap and bool(self._buckets) and self.joining is None
+        if self._overlapping:
+            expected = self._expected.get(key)
+            if expected is None:
+                self._heard = []
+            else:
+                self._expected.move_to_end(key)
+                self._left = expected.copy()
+        self._listener.told = self._take if self._wide or (self._early_views and self._buckets) else None
+
+    def _open_buckets(self) -> None:
+        for bucket in (*self._buckets, *self._last_buckets):
+            bucket.begin()
+        if self._wide is not None:
+            homes = [home if home and home[0].wide else None for home in self._home]
+            self._wide.begin(self._parameters, [home and home[0].memory.views[home[1]] for home in homes])
+
+    def _restore(self) -> None:
+        """If the step failed, what was set aside comes back, beside what has come since."""
+        for p, earlier in self._before:
+            p.grad = earlier if p.grad is None else earlier + p.grad
+        self._before = []
+        if self._wide is not None:
+            self._wide.end()
+
+    # -- what hooks tell ------------------------------------------------------------------------
+
+    def _take(self, index: int) -> None:
+        """A microbatch's gradient goes where the step's sum is."""
+        if self._wide is not None and self._wide.is_wide(index):
+            self._wide.take(index)
+        elif self._early_views and (home := self._home[index]) is not None:
+            bucket, place = home
+            with torch.no_grad(), torch._C.DisableTorchFunction():
+                grad = self._parameters[index].grad
+                assert grad is not None
+                bucket.put(place, grad)
+
+    def _tell(self, index: int) -> None:
+        """In a window: one gradient less to wait for."""
+        if self._heard is not None:
+            self._heard.append(index)
+            self._take(index)
+            return
+        home = self._home[index]
+        if home is not None and home[0].launched:
+            self._guard(index)
+        self._take(index)
+        self._left[index] -= 1
+        if home is not None and self._left[index] == 0:
+            home[0].missing -= 1
+            if not home[0].missing:
+                self._launch_ready()
+
+    def _guard(self, index: int) -> None:
+        """Outside of windows."""
+        home = self._home[index]
+        if home is not None and home[0].launched:
+            raise LateGradient(f"parameter {self._name_of(self._parameters[index])}")
+        self._take(index)
+
+    def _launch_ready(self) -> None:
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            while self._next < len(self._buckets) and not self._buckets[self._next].missing:
+                self._launch(self._buckets[self._next])
+                self._next += 1
+
+    # -- its end --------------------------------------------------------------------------------
+
+    def _gradient(self, index: int) -> Tensor | None:
+        if self._wide is not None and self._wide.is_wide(index):
+            return self._wide.sums[index]
+        return self._parameters[index].grad
+
+    def _launch(self, bucket: Bucket) -> None:
+        count = self.joining.divisor if self.joining is not None else self.replicas
+        scale = 1.0 if self.comm_hook is not None else 1.0 / count
+        bucket.fill([self._gradient(number) for number in bucket.numbers], scale)
+        bucket.launch(self.group if self.replicas > 1 else None, self.comm_hook)
+
+    def _complete(self, due: bool) -> None:
+        if due:
+            if not self._open:
+                self._open_buckets()
+            for bucket in self._buckets[self._next :]:
+                self._launch(bucket)
+        if self._ties is not None:
+            self._gather(self._ties)
+        if due:
+            for bucket in self._last_buckets:
+                self._launch(bucket)
+            self._accept()
+        if self._wide is not None:
+            self._wide.end()
+        if self._ties is not None:
+            self._ties.hand_back()
+        if due:
+            self._learn()
+            self._settle()
+
+    def _gather(self, ties: Ties) -> None:
+        """Sums over the pipeline of what this step gave, then what earlier ones gave on top: that is summed already."""
+        step: Gradients = {id(p): self._gradient(self._index[id(p)]) for p in ties.parameters}
+        ties.gather(step, wide_type if self._wide is not None else lambda dtype: dtype)
+        earlier = {id(p): grad for p, grad in self._before}
+        self._before = []
+        for p in ties.owned:
+            total, before = step[id(p)], earlier.get(id(p))
+            if before is not None:
+                total = before if total is None else total + before.to(total.dtype)
+            index = self._index[id(p)]
+            if self._wide is not None and self._wide.is_wide(index):
+                self._wide.sums[index] = total
+            else:
+                p.grad = total
+
+    def _accept(self) -> None:
+        """Wait for all buckets; gradients are what they hold."""
+        shared = self._shared_presence()
+        for bucket in (*self._buckets, *self._last_buckets):
+            present = bucket.wait()
+            if shared is not None:
+                present = [shared[number] for number in bucket.numbers]
+            if not bucket.absent and not bucket.wide:
+                continue
+            for place, (p, there) in enumerate(zip(bucket.parameters, present, strict=True)):
+                if bucket.wide:
+                    assert self._wide is not None
+                    self._wide.give_back(bucket.numbers[place], bucket.memory.views[place] if there else None)
+                elif not there:
+                    p.grad = None
+                elif p.grad is None:
+                    bucket.adopt(place)
+
+    def _shared_presence(self) -> list[bool] | None:
+        """With a communication hook: whether any replica has a gradient, by parameter. Else flags ride in buckets."""
+        if self.comm_hook is None or self.replicas == 1:
+            return None
+        flags = torch.zeros(len(self._parameters), dtype=torch.int32)
+        for bucket in (*self._buckets, *self._last_buckets):
+            for place, number in enumerate(bucket.numbers):
+                flags[number] = place not in bucket.absent
+        assert self.group is not None
+        device = self._parameters[0].device if self._parameters else torch.device("cpu")
+        flags = flags.to(device)
+        self.group.allreduce([flags]).wait()
+        return [bool(flag) for flag in flags.tolist()]
+
+    # -- layout ---------------------------------------------------------------------------------
+
+    def _learn(self) -> None:
+        heard, self._heard = self._heard, None
+        if heard is None:
+            return
+        counts = [0] * len(self._parameters)
+        for index in heard:
+            counts[index] += 1
+        self._expected[self._key] = [max(1, count) for count in counts]
+        if len(self._expected) > _REMEMBERED:
+            self._expected.popitem(last=False)
+        last = list(dict.fromkeys(reversed(heard)))  # each where it was told of last
+        self._order = last[::-1]
+
+    def _settle(self) -> None:
+        """Once: order the buckets as gradients become ready, on the first replica."""
+        if self._settled or not self._parameters:
+            return
+        self._settled = True
+        order = torch.full((len(self._parameters),), -1, dtype=torch.int64, device=self._parameters[0].device)
+        order[: len(self._order)] = torch.tensor(self._order, dtype=torch.int64)
+        if self.replicas > 1:
+            assert self.group is not None
+            dist.broadcast(order, dist.get_global_rank(self.group, 0), group=self.group)
+        known = [index for index in order.tolist() if index >= 0]
+        if known:
+            rest = [index for index in reversed(range(len(self._parameters))) if index not in set(known)]
+            self._lay_out((*known, *rest))
+
+    def _lay_out(self, order: Sequence[int]) -> None:
+        self._buckets, self._last_buckets = [], []
+        self._home = [None] * len(self._parameters)
+        if not self._reduces:
+            return
+        types = [wide_type(p.dtype) if self._wide is not None else p.dtype for p in self._parameters]
+        tied = {id(p) for p in self._ties.parameters} if self._ties is not None else set()
+        owned = {id(p) for p in self._ties.owned} if self._ties is not None else set()
+        free = [i for i in order if id(self._parameters[i]) not in tied]
+        last = [i for i, p in enumerate(self._parameters) if id(p) in owned]
+        sizes = [p.numel() * t.itemsize for p, t in zip(self._parameters, types, strict=True)]
+        kinds = [(p.dtype, p.device) for p in self._parameters]
+        for indices, buckets in ((free, self._buckets), (last, self._last_buckets)):
+            for members in plan_buckets(sizes, kinds, indices, min(FIRST, self._cap), self._cap):
+                number = len(self._buckets) + len(self._last_buckets)
+                bucket = Bucket(number, members, [self._parameters[i] for i in members], types[members[0]])
+                buckets.append(bucket)
+                for place, index in enumerate(members):
+                    self._home[index] = bucket, place
+        for bucket in (self._last_buckets or self._buckets)[-1:]:
+            bucket.last = True

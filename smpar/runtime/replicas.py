@@ -1,0 +1,123 @@
+"""The data-parallel side of one model on one rank: gradients, buffers, and replicas with unequal numbers of batches."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from smpar.comm.world import World
+from smpar.errors import JoinError
+from smpar.runtime.join import Joining
+from smpar.runtime.reducer import Reducer
+
+_AT_ONCE = 250 << 20  # bytes of buffers that are broadcast as one
+
+
+class Replicas:
+    """What a step does together with the other replicas, besides its reductions.
+
+    Args:
+        reducer: of the model's gradients.
+        buffers: gives those of this rank; None if they are not to be kept equal.
+    """
+
+    def __init__(self, world: World, reducer: Reducer, buffers: Callable[[], Sequence[Tensor]] | None) -> None:
+        self.world, self.reducer = world, reducer
+        self._buffers = buffers
+        self._differ = False  # whether the last step reduced gradients, hence ran forwards that may have set buffers
+
+    def start_step(self) -> None:
+        """Before a step's forwards: meet the others, and take the first replica's buffers if the last step reduced.
+
+        Raises:
+            EndedEarly: another replica has no more batches, and all are to stop.
+        """
+        if self.reducer.joining is not None:
+            self.reducer.joining.meet(True)
+        self._share_buffers()
+
+    def end_step(self) -> None:
+        """After a step."""
+        self._differ = self.reducer.reduced
+
+    def _share_buffers(self) -> None:
+        differ, self._differ = self._differ, False
+        if not differ or self._buffers is None or self.reducer.group is None:
+            return
+        joining = self.reducer.joining
+        source = 0 if joining is None else joining.active[-1]
+        buffers = list(self._buffers())
+        if buffers:
+            with torch.no_grad():
+                dist._broadcast_coalesced(self.reducer.group, buffers, _AT_ONCE, source)
+
+    @contextlib.contextmanager
+    def join(
+        self,
+        by_replicas: bool,
+        throw: bool,
+        prepare: Callable[[], bool],
+        state: Callable[[], Iterable[Tensor]],
+    ) -> Iterator[None]:
+        """Around a training loop of uneven length; see ``DistributedModel.join``.
+
+        Args:
+            by_replicas: divide by the number of replicas, not of those that still have batches.
+            throw: stop all when the first has no more batches.
+            prepare: lays out the reducer's buckets; False if nothing is known of them.
+            state: parameters and buffers of this rank.
+
+        Raises:
+            JoinError: it is in use already, or this replica has no batch at all and cannot follow the others.
+        """
+        reducer, world = self.reducer, self.world
+        if reducer.joining is not None:
+            raise JoinError("join inside a join")
+        if reducer.group is None or reducer.replicas == 1:
+            yield
+            return
+        joining = reducer.joining = Joining(reducer.group, reducer.replicas, world.device, by_replicas, throw)
+        try:
+            yield
+            with world.guard():
+                last = self._follow(joining, prepare)
+                source = joining.last_of_all(last)
+                broadcast(state(), reducer.group, source)
+        finally:
+            reducer.joining = None
+            reducer.restart()
+            self._differ = False
+
+    def _follow(self, joining: Joining, prepare: Callable[[], bool]) -> bool:
+        """This replica has no more batches: do what the others' steps need of it; True if they have none either."""
+        last = True
+        while joining.meet(False):
+            if last and not prepare():
+                raise JoinError("a replica without any batch, whose pipeline is not partitioned therefore")
+            last = False
+            self._share_buffers()
+            self._differ = joining.announce(False)
+            if self._differ:
+                self.reducer.shadow()
+        return last
+
+
+def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup, source: int) -> None:
+    """Give all ranks of the group the tensors of its rank ``source``."""
+    origin = dist.get_global_rank(group, source)
+    with torch.no_grad():
+        for tensor in tensors:
+            if not tensor.is_meta:
+                data = tensor.detach().contiguous()
+                dist.broadcast(data.view(-1).view(torch.uint8) if data.numel() else data, origin, group=group)
+                tensor.copy_(data)
+
+
+def module_state(module: nn.Module) -> Iterator[Tensor]:
+    """All parameters and buffers."""
+    yield from module.parameters()
+    yield from module.buffers()

@@ -1,0 +1,93 @@
+"""Orders for chains whose backwards split: ZB-H1 and ZB-V.
+
+Some rules are tried on a simulated clock (`smpar.schedule.filling`), with the segments' times; the fastest wins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from smpar.schedule.actions import Schedule
+from smpar.schedule.chains import is_vee, on_own_ranks, require_chain
+from smpar.schedule.filling import Chain, Rule, fill
+from smpar.schedule.program import Program
+from smpar.schedule.simulate import makespan, times
+
+_DELAY = 0.05
+"""What a message is thought to take, in mean forwards and whole backwards: an order without any slack would lose that
+much at each message. On two ranks in a V it costs nothing to leave it."""
+
+
+def zero_bubble(program: Program, microbatches: int) -> Schedule:
+    """1F1B with split backwards, of a chain with one segment per rank: ZB-H1 (arXiv 2401.10241, section 2.3).
+
+    I takes the place of B, so gradients reach the earlier ranks sooner; the W's follow where the rank would idle. No
+    rank holds more than p microbatches, as the first one does in `one_f_one_b`. With equal stages a rank idles
+    (p-1)(F+I-W) at most. Segments whose backward cannot be split keep it whole.
+
+    Raised digits are W's; a lowered digit is a backward of inputs.
+
+    ::
+
+        rank 0 |0123···₀⁰4₁¹5₂²₃³₄⁴₅⁵|
+        rank 1 |·012··₀3₁⁰4₂¹5₃²₄³₅⁴⁵|
+        rank 2 |··01·₀2₁3₂⁰4₃¹5₄²₅³⁴⁵|
+        rank 3 |···0₀1₁2₂3₃⁰4₄¹5₅²³⁴⁵|
+
+    Args:
+        program: a chain.
+        microbatches: how many, at least 1.
+
+    Raises:
+        ScheduleError: the program is no such chain, or `microbatches` is below one.
+    """
+    require_chain(program, microbatches, "zb", on_own_ranks)
+    ranks = len(program.segments)
+    as_1f1b, free = tuple(range(ranks, 0, -1)), (microbatches,) * ranks
+    rules = [Rule(as_1f1b, True, 0.99), Rule(as_1f1b, False, 0.0), Rule(free, False, 0.0)]
+    return _fastest("zb", program, microbatches, rules)
+
+
+def zbv(program: Program, microbatches: int) -> Schedule:
+    """Two stages per rank in a V, backwards split: ZB-V (arXiv 2401.10241, section 6; arXiv 2405.15362).
+
+    The first rank also holds the last stage, so its backwards start at once and every rank holds at most p
+    microbatches (of both its segments), as the first one does in `one_f_one_b`. With F = I = W of all segments a rank
+    idles (p-1) F in all, however many microbatches there are.
+
+    ::
+
+        rank 0 |0120₀⁰1₁₀¹₁⁰32₂¹²·₂3₃²³₃³|
+        rank 1 |·0011₀₀⁰₁₁⁰22¹¹₂3₂3²²₃₃³³|
+
+    Args:
+        program: a chain, one segment in each of 2p stages, stages r and 2p-1-r on rank r.
+        microbatches: how many, at least 1.
+
+    Raises:
+        ScheduleError: the program is no such chain, or `microbatches` is below one.
+    """
+    require_chain(program, microbatches, "zbv", is_vee)
+    free = (microbatches,) * program.size
+    rules = [Rule(free, True, 0.0), Rule(free, False, 0.6), Rule(free, True, 0.3), Rule(free, False, 0.0)]
+    return _fastest("zbv", program, microbatches, rules)
+
+
+def _fastest(name: str, program: Program, microbatches: int, rules: Sequence[Rule]) -> Schedule:
+    """The fastest of some orders in which no rank holds more than p microbatches; of equally fast ones the first.
+
+    Each rule gives one order that counts on every message to arrive at once and one that leaves time for it; they are
+    compared with that time.
+    """
+    delay = _DELAY * sum(map(program.cost, program.tasks)) / max(1, len(program.tasks))
+    best_end, best = float("inf"), Schedule(name, ((),) * program.size)
+    seen = set()
+    for chain in (Chain(program), Chain(program, delay)):
+        for rule in rules:
+            schedule = Schedule(name, fill(chain, microbatches, rule))
+            if schedule.ranks not in seen:
+                seen.add(schedule.ranks)
+                end = makespan(times(schedule, program, delay))
+                if end < best_end * (1 - 1e-6):
+                    best_end, best = end, schedule
+    return best

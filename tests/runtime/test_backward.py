@@ -1,0 +1,150 @@
+"""A backward in two parts gives what the whole one gives, whatever the graph; products of weights wait."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.utils.checkpoint import checkpoint
+
+from smpar.runtime import backward
+
+WIDTH = 6
+
+
+class Doubled(torch.autograd.Function):
+    """A custom function; counts how often its backward runs."""
+
+    runs = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        Doubled.runs += 1
+        return 2 * grad
+
+
+class Model(nn.Module):
+    """Parts to build graphs of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(WIDTH, WIDTH)
+        self.b = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.straight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.bias = nn.Parameter(torch.randn(WIDTH))
+        self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=1, groups=2)
+        self.up = nn.ConvTranspose1d(WIDTH, WIDTH, 3, stride=2)
+
+
+GRAPHS: dict[str, tuple[Callable[[Model, Tensor], Tensor], int]] = {  # graph, and how many products wait
+    "linear with bias": (lambda m, x: m.a(x), 1),
+    "linear without bias": (lambda m, x: m.b(x), 1),
+    "layers and what is between them": (lambda m, x: x + m.b(F.gelu(m.a(m.norm(x)))), 2),
+    "weight used as it is": (lambda m, x: torch.addmm(m.bias, x.flatten(0, -2), m.straight).view_as(x), 1),
+    "scaled product": (lambda m, x: torch.addmm(m.bias, x.flatten(0, -2), m.straight, alpha=3.0).view_as(x), 0),
+    "convolutions": (lambda m, x: m.up(m.conv(x.transpose(-1, -2)))[..., : x.shape[-2]].transpose(-1, -2), 2),
+    "weight used twice": (lambda m, x: m.a(m.a(x)), 0),
+    "weight also used otherwise": (lambda m, x: m.a(x) * m.a.weight.sum(), 0),
+    "weight made of a parameter": (lambda m, x: F.linear(x, torch.tanh(m.straight)), 0),
+    "product of two activations": (lambda m, x: torch.mm(x.flatten(0, -2).t(), x.flatten(0, -2)), 0),
+    "custom function": (lambda m, x: Doubled.apply(m.a(Doubled.apply(m.b(x)))), 0),
+    "checkpoint": (lambda m, x: m.b(checkpoint(lambda y: F.gelu(m.a(y)), x, use_reentrant=False)), 1),
+    "old checkpoint": (lambda m, x: m.b(checkpoint(lambda y: F.gelu(m.a(y)), x, use_reentrant=True)), 0),
+    "no parameter": (lambda m, x: x * 2, 0),
+    "frozen weight": (lambda m, x: F.linear(m.b(x), m.a.weight.detach()), 1),
+}
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+@pytest.mark.parametrize("earlier", [False, True], ids=["first", "accumulated"])
+def test_two_parts_give_the_whole(name: str, earlier: bool, seed: int) -> None:
+    torch.manual_seed(seed)
+    graph, waiting = GRAPHS[name]
+    parted = Model().double()
+    whole = copy.deepcopy(parted)
+    for _ in range(1 + earlier):
+        x = torch.randn(2, 5, WIDTH, dtype=torch.float64)
+        inputs = [x.clone().requires_grad_() for _ in range(2)]
+        results = [graph(m, i) for m, i in zip((parted, whole), inputs, strict=True)]
+        start = torch.randn_like(results[0])
+        Doubled.runs = 0
+        products = backward.of_inputs([get_gradient_edge(results[0])], [start])
+        assert torch.equal(inputs[0].grad, backward_alone(results[1], start, inputs[1]))  # type: ignore[arg-type]
+        assert Doubled.runs in (0, 4)  # each of the two once in either way
+        assert len(products) == waiting
+        backward.of_weights(products)
+        assert not products
+        compare(parted, whole)
+
+
+def backward_alone(result: Tensor, start: Tensor, x: Tensor) -> Tensor:
+    result.backward(start)
+    assert x.grad is not None
+    return x.grad
+
+
+def compare(parted: nn.Module, whole: nn.Module) -> None:
+    for (name, p), q in zip(parted.named_parameters(), whole.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), name
+        if q.grad is not None:
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-12, msg=name)
+
+
+def test_gradients_of_inputs_come_before_those_of_weights(seed: int) -> None:
+    torch.manual_seed(seed)
+    model, x = Model(), torch.randn(3, WIDTH, requires_grad=True)
+    y = model.a(x)
+    products = backward.of_inputs([get_gradient_edge(y)], [torch.ones_like(y)])
+    assert x.grad is not None and model.a.weight.grad is None
+    backward.of_weights(products)
+    assert model.a.weight.grad is not None
+
+
+def test_hooks_of_weights_run_once_with_the_same_gradients(seed: int) -> None:
+    torch.manual_seed(seed)
+    seen: dict[str, list[Tensor]] = {"parted": [], "whole": []}
+    models = {"parted": Model()}
+    models["whole"] = copy.deepcopy(models["parted"])
+    x = torch.randn(3, WIDTH)
+    for which, model in models.items():
+        model.a.weight.register_hook(lambda g, s=seen[which]: s.append(g.clone()) or 2 * g)  # type: ignore[misc]
+        model.b.weight.register_post_accumulate_grad_hook(lambda p, s=seen[which]: s.append(p.grad.clone()))
+        y = model.a(model.b(x.clone().requires_grad_()))
+        if which == "parted":
+            backward.of_weights(backward.of_inputs([get_gradient_edge(y)], [torch.ones_like(y)]))
+        else:
+            y.backward(torch.ones_like(y))
+    assert len(seen["parted"]) == len(seen["whole"]) == 2
+    for a, b in zip(seen["parted"], seen["whole"], strict=True):
+        torch.testing.assert_close(a, b)
+    compare(models["parted"], models["whole"])
+
+
+def test_under_autocast(seed: int) -> None:
+    torch.manual_seed(seed)
+    parted, x = Model(), torch.randn(3, WIDTH)
+    whole = copy.deepcopy(parted)
+    for model in (parted, whole):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = model.b(F.gelu(model.a(x.clone().requires_grad_())))
+        if model is parted:
+            products = backward.of_inputs([get_gradient_edge(y)], [torch.ones_like(y)])
+            assert len(products) == 2
+            backward.of_weights(products)
+        else:
+            y.backward(torch.ones_like(y))
+    for p, q in zip(parted.parameters(), whole.parameters(), strict=True):
+        if q.grad is not None:
+            assert p.grad is not None and p.grad.dtype == torch.float32
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-2, atol=1e-2)
