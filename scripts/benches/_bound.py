@@ -51,7 +51,7 @@ class Alone:
         actions: tuple[Action, ...],
         stage_of: tuple[int, ...],
     ) -> None:
-        self._parts, self._inputs, self._target = parts, inputs, target
+        self.parts, self._inputs, self._target = parts, inputs, target
         self._actions, self._stage_of = actions, stage_of
         self._last = max(stage_of)
         self._gradients: dict[int, Tensor] = {}
@@ -72,7 +72,7 @@ class Alone:
                 self.backwards[stage].append(time.perf_counter() - start)
 
     def forward(self, stage: int, leaf: Tensor) -> Tensor:
-        output: Tensor = self._parts[stage](leaf)
+        output: Tensor = self.parts[stage](leaf)
         return loss_of(output, self._target) if stage == self._last else output
 
     def _leaf(self, stage: int) -> Tensor:
@@ -87,7 +87,7 @@ class Alone:
     def input_seconds(self, rounds: int) -> dict[int, float]:
         """Stage -> seconds of the backward of its input alone; 0 where the input has no gradient."""
         result = {}
-        for stage in self._parts:
+        for stage in self.parts:
             taken = [0.0]
             for _ in range(rounds):
                 leaf = self._leaf(stage)
@@ -102,7 +102,7 @@ class Alone:
     def costs(self, input_seconds: Mapping[int, float]) -> dict[int, Cost]:
         """Stage -> what a microbatch takes there, medians over all calls so far."""
         result = {}
-        for stage in self._parts:
+        for stage in self.parts:
             backward = statistics.median(self.backwards[stage])
             weight = max(0.0, backward - input_seconds[stage])
             result[stage] = Cost(statistics.median(self.forwards[stage]), backward, weight)

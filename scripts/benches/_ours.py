@@ -26,11 +26,13 @@ def train_step(model: smp.DistributedModel, x: Tensor, target: Tensor) -> Tensor
 class Ours:
     """A model in training: ``step(x, target)`` is forward and backward of a batch, and gives the mean loss."""
 
-    def __init__(self, model: smp.DistributedModel) -> None:
-        self.model = model
+    def __init__(self, chain: Chain) -> None:
+        self.model = smp.DistributedModel(chain)
+        self.layers = list(chain.layers)
 
     def step(self, x: Tensor, target: Tensor) -> Tensor:
-        mean: Tensor = train_step(self.model, x, target).reduce_mean()
+        output: Any = train_step(self.model, x, target)
+        mean: Tensor = output.reduce_mean()
         return mean
 
     @property
@@ -48,7 +50,7 @@ class Ours:
         units = self.model.pipeline.layout.units
         return [
             next(stage for unit, stage in units.items() if layer in unit.modules() or unit in layer.modules())
-            for layer in self.model.module.layers
+            for layer in self.layers
         ]
 
 
@@ -89,6 +91,6 @@ def ours(
         if cuts is not None:
             for layer, stage in zip(model.layers, stage_of_layer(cuts), strict=True):
                 smp.set_partition(layer, stage)
-        yield Ours(smp.DistributedModel(model))
+        yield Ours(model)
     finally:
         smp.shutdown()

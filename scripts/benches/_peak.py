@@ -18,7 +18,7 @@ def peak_bytes(function: Callable[[], object]) -> int:
     """Peak of the bytes that ``function`` has alive, beyond those from before."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         function()
-    results = profiler.profiler.kineto_results  # type: ignore[union-attr]
+    results = profiler.profiler.kineto_results
     changes = sorted((e.start_ns(), e.nbytes()) for e in results.events() if e.name() == "[memory]")
     alive = peak = 0
     for _, change in changes:

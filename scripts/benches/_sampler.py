@@ -2,7 +2,8 @@
 
 A tracing profiler adds to every call, which is most of what small functions take; this one adds some 1 % to all alike.
 A handler runs between two bytecodes, so what a call into C takes is noticed at its end, in the function that made it:
-a sample counts for the time since the one before.
+a sample counts for the time since the one before, as the given clock tells it: that of the thread, for example, which
+stands still while another process has the core.
 """
 
 from __future__ import annotations
@@ -34,24 +35,26 @@ class Sampler:
 
     Args:
         place: from a stack's code objects, outermost first, to the path under which its time is counted.
+        clock: of the seconds that are counted.
         interval: mean seconds between samples; they vary, so as not to keep time with what they look at.
     """
 
-    def __init__(self, place: Place, interval: float = 3e-4) -> None:
+    def __init__(self, place: Place, clock: Callable[[], float] = time.thread_time, interval: float = 3e-4) -> None:
         self.seconds: Counter[tuple[str, ...]] = Counter()
         self.samples = 0
-        self._place, self._interval = place, interval
+        self._place, self._clock, self._interval = place, clock, interval
         self._random = random.Random(0)
+        self._before = 0.0
 
     def _look(self, _: int, frame: FrameType | None) -> None:
-        now = time.perf_counter()
+        now = self._clock()
         stack = []
         while frame is not None:
             stack.append(frame.f_code)
             frame = frame.f_back
         self.seconds[self._place(stack[::-1])] += now - self._before
         self.samples += 1
-        self._before = time.perf_counter()
+        self._before = self._clock()
         self._wind()
 
     def _wind(self) -> None:
@@ -60,7 +63,7 @@ class Sampler:
     def __enter__(self) -> Sampler:
         self._handler = signal.signal(signal.SIGALRM, self._look)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
-        self._before = time.perf_counter()
+        self._before = self._clock()
         self._wind()
         return self
 
@@ -73,8 +76,9 @@ class Sampler:
 def smpar_path(folder: Path, computing: frozenset[str], waiting: frozenset[str]) -> Place:
     """Paths of smpar's own functions, with what they call outside counted as theirs; but apart from these:
 
-    ``(modules)`` what a unit's own forward takes, ``(autograd)`` and ``(waiting)`` what the named functions take, and
-    ``(script)`` the step function and forwards of split modules, between two calls of smpar.
+    ``(modules)`` what a unit's own forward takes, ``(watched)`` the same where each of its operations goes through
+    smpar's watch for random draws, ``(autograd)`` and ``(waiting)`` what the named functions take, and ``(script)`` the
+    step function and forwards of split modules, between two calls of smpar.
 
     Args:
         folder: of smpar's sources.
@@ -104,6 +108,8 @@ def smpar_path(folder: Path, computing: frozenset[str], waiting: frozenset[str])
         in_unit = any(code.co_name == "call_unit" for code in stack)
         if in_unit and any(code.co_filename == _MODULE for code in below):
             found.append("(modules)")
+        elif in_unit and found[-1] == "draws.SeedMode.__torch_function__":
+            found[-1] = "(watched)"
         elif called in computing:
             found.append("(autograd)")
         elif called in waiting:

@@ -1,13 +1,14 @@
 """Where the microseconds of smpar's own Python go: a static program of a tiny model, on two processes.
 
 The same step runs for ``--seconds`` while a sampler looks at the main thread's stack. Printed for each rank, in
-microseconds per microbatch: first the sums, then the tree of smpar's functions, with all below them and on their own.
-What they call outside of smpar (torch, the interpreter) counts as theirs, except:
+microseconds of the thread's processor time per microbatch: first the sums, then the tree of smpar's functions, with all
+below them and on their own. What they call outside of smpar (torch, the interpreter) counts as theirs, except:
 
     modules    the units' own forwards, on plain tensors
+    watched    the same, where each operation goes through smpar's watch for random draws; that watch included
     autograd   the engine, in the backward of a segment
     script     the step function and the forwards of split modules: the user's Python, which runs on every rank
-    waiting    for the other rank, waking up included
+    waiting    for the other rank: going to sleep and waking up
 
     host_us = mean over the ranks of all the rest: what smpar takes, per microbatch
 """
@@ -32,8 +33,8 @@ from benches._paired import quiet
 from benches._rival import MATCHES
 from benches._sampler import Node, Sampler, hold_signals, lines_of, smpar_path, tree_of
 
-APART = ("(modules)", "(autograd)", "(script)", "(waiting)")
-COMPUTING = frozenset({"_backward_from"})
+APART = ("(modules)", "(watched)", "(autograd)", "(script)", "(waiting)")
+COMPUTING = frozenset({"whole", "of_inputs", "of_weights"})  # of smpar.runtime.backward
 WAITING = frozenset({"_wait", "_gather"})
 
 

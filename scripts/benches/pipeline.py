@@ -1,16 +1,17 @@
 """smpar against torch.distributed.pipelining: the same GPT, boundaries, microbatches and schedules, step by step.
 
 Two single-threaded processes. For each schedule and number of microbatches the losses and gradients of both are
-compared first; then steps of smpar, of torch and of the computations alone alternate, started by both ranks at one
-moment; a step lasts until the slower rank has ended. Only forwards and backwards are timed: gradients are dropped
-between steps, and garbage is collected between blocks of steps, alike for both. The batch is the same everywhere.
+compared first; then steps of smpar and of torch alternate, started by both ranks at one moment; a step lasts until the
+slower rank has ended. Between blocks of them come steps of the computations alone, and of one process. Only forwards
+and backwards are timed: gradients are dropped between steps, and garbage is collected between blocks, alike for both.
+The batch is the same everywhere.
 
     ratio             torch's seconds / smpar's, the median over pairs of neighbouring steps
     best_vs_best      the same of the fastest combination of each, at equal work
-    bound_fraction    bound / smpar's seconds; the bound is the larger rank's own computation, with both ranks busy, times
+    bound_fraction    bound / smpar's seconds; the bound is the larger rank's own computation, both ranks busy, times
                       what the schedule leaves idle with the measured costs of the stages
     speedup           the best over all: one process with all layers (the other idle) / smpar
-    auto_vs_equal     layers in equal numbers by hand / smpar's own partition: a GPT whose vocabulary head is half of the
+    auto_vs_equal     layers in equal numbers by hand / smpar's own partition: a GPT whose vocabulary head is half the
                       work, and a convolutional front with a transformer behind it
     peak_memory_ratio smpar's peak of live tensor bytes / torch's, 1F1B with 8 microbatches, the larger of both ranks;
                       parameters and their gradients are not counted
@@ -56,6 +57,7 @@ from benches._peak import check_peak_bytes, peak_bytes
 from benches._rival import MATCHES, Match, Rival
 
 ROUNDS = 6  # of a block: between blocks garbage is collected
+ASIDES = 3  # of a block, steps of the computations alone, and of one process
 WARM = 2  # rounds that are not counted
 CLOSE = 1e-4  # relative distance of gradients
 Batch = tuple[Tensor, Tensor]
@@ -82,10 +84,6 @@ class Cell:
     torch: list[float]
     single: list[float]
     bound: float
-
-    @property
-    def key(self) -> str:
-        return self.name
 
     def line(self) -> str:
         speed = Spread.of(self.single).median / Spread.of(self.smpar).median
@@ -146,7 +144,7 @@ def check_parity(mine: Ours, rival: Rival, batch: Batch, cuts: Sequence[int]) ->
         raise RuntimeError(f"losses differ: {loss} with smpar, {theirs} with torch")
     for stage, part in rival.parts.items():
         for i, layer in enumerate(part.layers):
-            own = dict(mine.model.module.layers[cuts[stage] + i].named_parameters())
+            own = dict(mine.layers[cuts[stage] + i].named_parameters())
             for name, p in layer.named_parameters():
                 here, there = own[name].grad, p.grad
                 if here is None or there is None or not (here - there).norm() <= CLOSE * there.norm() + 1e-9:
@@ -196,24 +194,24 @@ def measure(name: str, match: Match, task: Task, microbatches: int, pairs: int) 
             rival.step(*task.batch)
             check_parity(mine, rival, task.batch, cuts)
         alone, whole = alone_of(mine, match, task, cuts, microbatches), task.seeded()
+        first = dist.get_rank() == 0
         ways: dict[str, Callable[[], object]] = {"smpar": lambda: mine.step(*task.batch)}
         if rival is not None:
             ways["torch"] = lambda: rival.step(*task.batch)
-        ways["alone"] = alone
-        first = dist.get_rank() == 0
-        models = [mine.model, *alone._parts.values(), whole, *(rival.parts.values() if rival else ())]
+        asides: dict[str, Callable[[], object]] = {
+            "alone": alone,
+            "single": lambda: whole_step(whole, task.batch, microbatches) if first else None,
+        }
+        models = [mine.model, *alone.parts.values(), whole, *(rival.parts.values() if rival else ())]
         clear = functools.partial(drop_gradients, *models)
 
-        alternate(ways, WARM, clear)
-        taken: dict[str, list[float]] = {way: [] for way in (*ways, "single")}
+        alternate(ways | asides, WARM, clear)
+        taken: dict[str, list[float]] = {way: [] for way in ways | asides}
         for number in range(0, pairs, ROUNDS):
             block = alternate(ways, min(ROUNDS, pairs - number), clear, number)
-            block |= alternate(
-                {"single": lambda: whole_step(whole, task.batch, microbatches) if first else None}, 2, clear
-            )
-            for way, values in block.items():
+            for way, values in (block | alternate(asides, ASIDES, clear, number)).items():
                 taken[way] += values
-        own = torch.tensor(statistics.median(taken["alone"]))
+        own = torch.tensor(statistics.median(taken["alone"]), dtype=torch.float64)
         dist.all_reduce(own, dist.ReduceOp.MAX)
         costs = everyones(alone.costs(alone.input_seconds(5)))
         bound = float(own) * bubble_factor(*mine.timetable, costs)
@@ -256,7 +254,7 @@ def in_blocks(above: Setup, below: Setup, task: Task, microbatches: int, blocks:
             setup = setups[which]
             with ours(task.seeded, setup.cuts, setup.keys, microbatches) as mine:
                 clear = functools.partial(drop_gradients, mine.model)
-                way = {which: lambda: mine.step(*task.batch)}  # noqa: B023 (it is called in this round)
+                way = {which: lambda: mine.step(*task.batch)}
                 alternate(way, WARM, clear)
                 medians[which].append(statistics.median(slowest(alternate(way, steps, clear)[which])))
                 if block == 0 and setup.cuts is None:
@@ -384,7 +382,7 @@ def main() -> int:
     arguments.add_argument("--microbatches", type=listed(int), default=[4, 8, 16])
     arguments.add_argument("--parts", type=listed(str, PARTS), default=list(PARTS), help=",".join(PARTS))
     arguments.add_argument("--pairs", type=int, default=24, help="pairs of steps for a ratio, at least 15 to mean much")
-    arguments.add_argument("--turns", type=int, default=8, help="pairs of blocks, where smpar starts anew for each")
+    arguments.add_argument("--turns", type=int, default=6, help="pairs of blocks, where smpar starts anew for each")
     arguments.add_argument("--quick", action="store_true", help="a check in under a minute: the figures mean little")
     arguments.add_argument("--blocks", type=int, default=8, help="transformer blocks of the GPT")
     arguments.add_argument("--width", type=int, default=192)
@@ -397,7 +395,7 @@ def main() -> int:
     if args.samples < max(args.microbatches):
         arguments.error(f"--samples must be at least the largest number of microbatches, {max(args.microbatches)}")
     if args.quick:
-        args.microbatches, args.pairs, args.turns = [4], 3, 1
+        args.microbatches, args.pairs, args.turns, args.width, args.length = [4], 3, 1, 96, 32
     if args.is_worker:
         worker(args)
         return 0
