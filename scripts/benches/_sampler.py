@@ -11,8 +11,8 @@ from __future__ import annotations
 import random
 import signal
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
@@ -40,7 +40,7 @@ class Sampler:
     """
 
     def __init__(self, place: Place, clock: Callable[[], float] = time.thread_time, interval: float = 3e-4) -> None:
-        self.seconds: Counter[tuple[str, ...]] = Counter()
+        self.seconds: defaultdict[tuple[str, ...], float] = defaultdict(float)
         self.samples = 0
         self._place, self._clock, self._interval = place, clock, interval
         self._random = random.Random(0)
@@ -129,7 +129,7 @@ class Node:
     below: dict[str, Node] = field(default_factory=dict)
 
 
-def tree_of(seconds: Counter[tuple[str, ...]]) -> Node:
+def tree_of(seconds: Mapping[tuple[str, ...], float]) -> Node:
     """Paths as a tree; recursion stays as it was."""
     root = Node()
     for path, taken in seconds.items():
