@@ -158,6 +158,8 @@ def _split(roots: Iterable[Node]) -> tuple[list[tuple[Node, nn.Parameter, _Make]
         leaf = _leaf_behind(node.next_functions[at][0], uses)
         if leaf is None or getattr(node, "_saved_alpha", 1) != 1:
             continue
+        if not any(upper for place, (upper, _) in enumerate(node.next_functions) if place != at):
+            continue  # only the weight asks for this node: without it, it would not run at all
         if getattr(node, saved).unpack_hook is None:  # else it is recomputed or fetched, which happens only once
             waiting.add(leaf)
             later.append((node, leaf.variable, make))

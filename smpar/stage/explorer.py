@@ -20,6 +20,7 @@ from smpar.stage.layout import Late, Layout
 from smpar.stage.record import Backward, Event, MicrobatchProgram, Recorder, direct_meta
 from smpar.stage.run import Run, Wire
 from smpar.stage.tensor import StageTensor, shared
+from smpar.stage.views import family
 from smpar.trace import tree
 from smpar.trace.outcome import Meta, Out, Outcome, meta_of
 from smpar.trace.outcomes import Outcomes
@@ -54,7 +55,9 @@ class Explorer(Run):
             outcome = self.outcomes.of_unit(unit, leaves, spec)
         if outcome.varies and self.wire is None:
             raise ValueNeeded(f"{self.layout.name(unit)} gives shapes that depend on data")
-        return self._add(unit, self.layout.stage_of(unit), outcome, leaves)
+        stage = self.layout.stage_of(unit)
+        self._gather_written(outcome, leaves, stage)
+        return self._add(unit, stage, outcome, leaves)
 
     def _operation_event(self, func: Any, args: Any, kwargs: Any, leaves: list[Any], spec: tree.Spec) -> Event:
         outcome = self.outcomes.of_operation(func, leaves, spec)
@@ -71,7 +74,20 @@ class Explorer(Run):
                 raise WriteIntoReplicated(f"{self.layout.name(func)} writes into a parameter")
             if target.home != stage and shared(target):
                 stage = target.home
+        self._gather_written(outcome, leaves, stage)
         return self._add(func, stage, outcome, leaves)
+
+    def _gather_written(self, outcome: Outcome, leaves: list[Any], stage: int) -> None:
+        """Bring what shares memory with a tensor about to be written into the segment of the write."""
+        for index, _ in outcome.written:
+            target = leaves[index]
+            if type(target) is not StageTensor or target.home != stage or not shared(target):
+                continue
+            members = family(target)
+            idents = [t.ident if type(t) is StageTensor and t.parameter is None else None for t in leaves]
+            segment = self.record.settle(stage, idents)
+            if len(members) > 1 and any(m.segment != segment for m in members):
+                self.gather(members)
 
     def _add(self, target: Any, stage: int, outcome: Outcome, leaves: list[Any]) -> Event:
         for index, out in outcome.written:

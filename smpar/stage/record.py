@@ -90,13 +90,7 @@ class Recorder:
     def enter(self, stage: int, inputs: Sequence[int | None]) -> tuple[int, tuple[int, ...]]:
         """The segment in which an event on ``stage`` with these inputs runs, and the flows it adds."""
         rank = self.ranks[stage]
-        segment = self._current.get(rank)
-        if segment is None or self.segment_stage[segment] != stage:
-            segment = self._open(stage)
-        homes = ((i, self._home(self.producer[i])) for i in inputs if i is not None)
-        sources = (self._current[home] for i, home in homes if home != rank and (i, rank) not in self._sent)
-        if any(source > segment for source in sources):  # it began after this segment, and may wait for it
-            segment = self._open(stage)
+        segment = self.settle(stage, inputs)
         added = []
         for ident in inputs:
             if ident is None or self.producer[ident] == segment or (ident, segment) in self._flow_of:
@@ -110,6 +104,18 @@ class Recorder:
             added.append(len(self.flows))
             self.flows.append(_Draft(ident, source, producer, segment, first))
         return segment, tuple(added)
+
+    def settle(self, stage: int, inputs: Sequence[int | None]) -> int:
+        """The segment in which an event on ``stage`` with these inputs runs, begun if need be."""
+        rank = self.ranks[stage]
+        segment = self._current.get(rank)
+        if segment is None or self.segment_stage[segment] != stage:
+            segment = self._open(stage)
+        homes = ((i, self._home(self.producer[i])) for i in inputs if i is not None)
+        sources = (self._current[home] for i, home in homes if home != rank and (i, rank) not in self._sent)
+        if any(source > segment for source in sources):  # it began after this segment, and may wait for it
+            segment = self._open(stage)
+        return segment
 
     def _home(self, segment: int) -> int:
         return self.ranks[self.segment_stage[segment]]

@@ -32,8 +32,9 @@ from smpar.errors import (
 from smpar.stage import special
 from smpar.stage.layout import Layout
 from smpar.stage.record import Event
-from smpar.stage.tensor import METADATA, StageTensor, activate, link, metadata
+from smpar.stage.tensor import METADATA, StageTensor, activate, link, metadata, relink
 from smpar.stage.units import keep_attribute
+from smpar.stage.views import together
 from smpar.trace import tree
 from smpar.trace.draws import DRAWS, SeedMode, advance, seed_generators
 from smpar.trace.outcome import Meta, NoSubclass, Out, Outcome, meta_of
@@ -236,6 +237,14 @@ class Run(abc.ABC):
             found.parameter = parameter
             self._parameters[key] = found
         return found
+
+    def gather(self, family: list[StageTensor]) -> None:
+        """Bring tensors that share memory into one segment, before one of them is written in place."""
+        with torch.enable_grad():
+            made = self.operation(together, (family,), {})
+        for tensor, new in zip(family, made, strict=True):
+            _rebind(tensor, meta_of(new), new.home, new.ident, new.segment, new.value)
+        relink(family)
 
     def backward(self, tensors: Any, grads: Any = None) -> None:
         """Note where the microbatch's backward starts (it runs when the schedule says so)."""

@@ -134,3 +134,10 @@ def link(view: StageTensor, base: StageTensor) -> None:
 def shared(tensor: StageTensor) -> bool:
     """Whether another living stage tensor shares this one's memory."""
     return tensor.aliases is not None and any(r() is not None and r() is not tensor for r in tensor.aliases)
+
+
+def relink(tensors: list[StageTensor]) -> None:
+    """Note that these stage tensors, and no others, share memory."""
+    group = [weakref.ref(t) for t in tensors]
+    for tensor in tensors:
+        tensor.aliases = group

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import smpar as smp
+from smpar.config import Config
 from smpar.trace import tree
 
 W = 8  # width of all layers
@@ -172,21 +173,31 @@ def _detached(value: Any) -> Any:
     return tree.map_tensors(lambda t: t.detach().clone(), value)
 
 
-def place(model: nn.Module, feature: Feature, degree: int) -> None:
+def place(model: nn.Module, feature: Feature, stages: int) -> None:
+    """Put the parts on stages: evenly, or as the feature says, spread over as many times more stages as there are.
+
+    "0 1 0 1" on 4 stages: 0 2 1 3
+    """
+    least = max(feature.stages, default=0) + 1
     for i, part in enumerate(feature.parts):
-        stage = feature.stages[i] if feature.stages else i * degree // len(feature.parts)
+        stage = i * stages // len(feature.parts)
+        if feature.stages:
+            more = max(stages // least, 1)
+            stage = feature.stages[i] * more + i // least % more
         smp.set_partition(model.get_submodule(part), stage)
 
 
 def piped(name: str, degree: int, seed: int, config: dict[str, Any]) -> Seen:
-    """The same training over ``degree`` stages; runs in a worker."""
+    """The same training over ``degree`` ranks; runs in a worker."""
     feature = FEATURES[name]
     manual = {"auto_partition": False, "default_partition": 0} if feature.parts else {}
-    smp.init({"pipeline_parallel_degree": degree, "microbatches": feature.microbatches, "ddp": True, **manual,
-              **feature.config, **config})  # fmt: skip
+    options = {"pipeline_parallel_degree": degree, "microbatches": feature.microbatches, "ddp": True, **manual,
+               **feature.config, **config}  # fmt: skip
+    smp.init(options)
     module = build(feature)
-    if feature.parts and degree > 1:
-        place(module, feature, degree)
+    stages = Config.from_dict(options).stages
+    if feature.parts and stages > 1:
+        place(module, feature, stages)
     model = smp.DistributedModel(module, average_grads_across_microbatches=feature.average)
     parameters = list(model.parameters())
     optimizer = smp.DistributedOptimizer(feature.optimizer(parameters)) if parameters else None

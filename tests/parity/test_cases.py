@@ -25,6 +25,14 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "interleaved": {"pipeline": "interleaved", "active_microbatches": 2},
     "dynamic": {"static_mode": False},
 }
+# Those with virtual stages or split backwards run on two ranks, and with virtual stages also in one process.
+VIRTUAL: dict[str, dict[str, Any]] = {
+    "interleaved_1f1b": {"pipeline": "interleaved_1f1b", "virtual_stages": 2},
+    "four_virtual": {"pipeline": "interleaved_1f1b", "virtual_stages": 4},
+    "zbv": {"pipeline": "zbv"},
+}
+SPLIT: dict[str, dict[str, Any]] = {"zb": {"pipeline": "zb"}}
+ALL_SCHEDULES = SCHEDULES | VIRTUAL | SPLIT
 
 
 def _runs() -> list[Any]:
@@ -32,6 +40,8 @@ def _runs() -> list[Any]:
     for name, case in CASES.items():
         for degree in (1, *case.stages):
             names = [n for n in SCHEDULES if case.chain or n != "1f1b"] if degree > 1 else ["default"]
+            names += [*VIRTUAL] if degree < 3 else []
+            names += [*SPLIT] if degree == 2 else []
             runs += [pytest.param(name, degree, schedule, id=f"{name}-{degree}-{schedule}") for schedule in names]
     return runs
 
@@ -61,7 +71,7 @@ def assert_copies_agree(ranks: list[Trained], name: str) -> None:
 @pytest.mark.parametrize(("name", "degree", "schedule"), _runs())
 def test_training_equals_one_process(pool: Pool, expected: Any, name: str, degree: int, schedule: str) -> None:
     case, want = CASES[name], expected(name)
-    ranks = pool.run(degree, train, name, degree, SCHEDULES[schedule])
+    ranks = pool.run(degree, train, name, degree, ALL_SCHEDULES[schedule])
     for rank, got in enumerate(ranks):
         found = differences(got, want, case.tolerance)
         assert not found, f"rank {rank}: " + "; ".join(found)

@@ -40,6 +40,7 @@ class Model(nn.Module):
         super().__init__()
         self.a = nn.Linear(WIDTH, WIDTH)
         self.b = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.b2 = nn.Linear(WIDTH, WIDTH, bias=False)
         self.norm = nn.LayerNorm(WIDTH)
         self.straight = nn.Parameter(torch.randn(WIDTH, WIDTH))
         self.bias = nn.Parameter(torch.randn(WIDTH))
@@ -61,6 +62,7 @@ GRAPHS: dict[str, tuple[Callable[[Model, Tensor], Tensor], int]] = {  # graph, a
     "custom function": (lambda m, x: Doubled.apply(m.a(Doubled.apply(m.b(x)))), 0),
     "checkpoint": (lambda m, x: m.b(checkpoint(lambda y: F.gelu(m.a(y)), x, use_reentrant=False)), 1),
     "old checkpoint": (lambda m, x: m.b(checkpoint(lambda y: F.gelu(m.a(y)), x, use_reentrant=True)), 0),
+    "layers that see data only": (lambda m, x: m.norm(m.b(m.b2(x.detach()))) + m.a(x), 2),
     "no parameter": (lambda m, x: x * 2, 0),
     "frozen weight": (lambda m, x: F.linear(m.b(x), m.a.weight.detach()), 1),
 }
