@@ -375,6 +375,7 @@ class Pipeline:
             for p in self.model.parameters():
                 if not self.holds(p):
                     self.outcomes.runner.remember_layout(p)
+                    layout.strides[id(p)] = p.stride()
                     filler = float("nan") if p.is_floating_point() or p.is_complex() else 0
                     p.data = torch.full((1,) * p.dim(), filler, dtype=p.dtype, device=p.device).expand(p.shape)
                     p.grad = None
