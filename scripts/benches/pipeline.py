@@ -26,10 +26,7 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
-import os
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -50,7 +47,7 @@ from benches._chains import (
     stage_of_layer,
     token_batch,
 )
-from benches._common import finish, parser
+from benches._common import finish, on_two_ranks, parser
 from benches._ours import Ours, ours, why_missing
 from benches._paired import Ratio, Spread, alternate, slowest
 from benches._peak import check_peak_bytes, peak_bytes
@@ -59,6 +56,7 @@ from benches._rival import MATCHES, Match, Rival
 ROUNDS = 6  # of a block: between blocks garbage is collected
 ASIDES = 3  # of a block, steps of the computations alone, and of one process
 WARM = 2  # rounds that are not counted
+EIGHT = 8  # microbatches of the parts beside the table
 CLOSE = 1e-4  # relative distance of gradients
 Batch = tuple[Tensor, Tensor]
 
@@ -328,13 +326,13 @@ def worker(args: argparse.Namespace) -> None:
         found.others["auto_vs_equal"] = compare_partitions(args)
     if "memory" in args.parts:
         check_peak_bytes()
-        ratios = {name: peak_memory(name, MATCHES[name], task, 8) for name in built}
+        ratios = {name: peak_memory(name, MATCHES[name], task, EIGHT) for name in built}
         if "1f1b" in ratios:
             found.others["peak_memory_ratio"] = ratios["1f1b"]
     if "zb" in args.parts and not why_missing(MATCHES["zb"].config):
         cuts = even_cuts(task.seeded(), 2)
         setups = [Setup(cuts, MATCHES[name].config) for name in ("1f1b", "zb")]
-        ratio = in_blocks(setups[0], setups[1], task, 8, args.turns, ROUNDS)
+        ratio = in_blocks(setups[0], setups[1], task, EIGHT, args.turns, ROUNDS)
         say(f"zero-bubble against 1F1B, 8 microbatches: {ratio}")
         found.others["zb_vs_1f1b"] = ratio.value
     if dist.get_rank() == 0:
@@ -355,7 +353,7 @@ def compare_partitions(args: argparse.Namespace) -> dict[str, float]:
         cuts = even_cuts(task.seeded(), 2)
         say(f"partition, {name}: by hand {stage_of_layer(cuts)}")
         keys = MATCHES["1f1b"].config
-        ratio = in_blocks(Setup(cuts, keys), Setup(None, keys), task, 8, args.turns, ROUNDS)
+        ratio = in_blocks(Setup(cuts, keys), Setup(None, keys), task, EIGHT, args.turns, ROUNDS)
         say(f"partition, {name}: equal layers against smpar's own: {ratio}")
         result[name] = ratio.value
     return result
@@ -376,7 +374,7 @@ def listed(kind: Callable[[str], Any], choices: Sequence[Any] = ()) -> Callable[
     return parse
 
 
-def main() -> int:
+def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--schedules", type=listed(str, tuple(MATCHES)), default=list(MATCHES))
     arguments.add_argument("--microbatches", type=listed(int), default=[4, 8, 16])
@@ -392,17 +390,14 @@ def main() -> int:
     arguments.add_argument("--samples", type=int, default=16, help="of the whole batch")
     arguments.add_argument("--is-worker", action="store_true", help=argparse.SUPPRESS)
     args = arguments.parse_args()
-    if args.samples < max(args.microbatches):
-        arguments.error(f"--samples must be at least the largest number of microbatches, {max(args.microbatches)}")
+    if args.samples < (most := max(*args.microbatches, EIGHT)):
+        arguments.error(f"--samples must be at least the largest number of microbatches, {most}; got {args.samples}")
     if args.quick:
         args.microbatches, args.pairs, args.turns, args.width, args.length = [4], 3, 1, 96, 32
-    if args.is_worker:
-        worker(args)
-        return 0
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-    environment = dict(os.environ, CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")  # two processes, a core each
-    return subprocess.call([*launch, "benches.pipeline", *sys.argv[1:], "--is-worker"], env=environment)
+    if not args.is_worker:
+        on_two_ranks("pipeline")
+    worker(args)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()
