@@ -30,6 +30,7 @@ from smpar.runtime.join import Joining
 from smpar.runtime.ties import Gradients, Ties
 from smpar.runtime.wide import Wide, wide_type
 
+_PARTS = 8  # at least so many buckets, as long as none is smaller than the first
 _REMEMBERED = 128  # programs whose windows are known
 _NEVER = 1 << 62  # times to be told of, for a parameter that is ready at the step's end only
 
@@ -432,7 +433,9 @@ class Reducer:
         sizes = [p.numel() * t.itemsize for p, t in zip(self._parameters, types, strict=True)]
         kinds = [(p.dtype, p.device) for p in self._parameters]
         for indices, buckets in ((free, self._buckets), (last, self._last_buckets)):
-            for members in plan_buckets(sizes, kinds, indices, min(FIRST, self._cap), self._cap):
+            whole = sum(sizes[i] for i in indices)
+            cap = min(self._cap, max(FIRST, whole // _PARTS))  # of a small model only the last part is reduced late
+            for members in plan_buckets(sizes, kinds, indices, min(FIRST, cap), cap):
                 number = len(self._buckets) + len(self._last_buckets)
                 bucket = Bucket(number, members, [self._parameters[i] for i in members], types[members[0]])
                 buckets.append(bucket)
