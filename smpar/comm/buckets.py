@@ -103,6 +103,7 @@ class Bucket:
         self.launched = False
         self.absent: list[int] = []
         self._memories = [Memory(self.parameters, dtype)]
+        self._scale = 1.0, torch.tensor(1.0)
         self._work: Any = None
         self._result: torch.futures.Future[Tensor | list[Tensor]] | None = None
 
@@ -143,18 +144,25 @@ class Bucket:
         view = memory.views[place]
         if _address(grad) == memory.places[place]:
             if scale != 1.0:
-                view.mul_(scale)
+                view.mul_(self._factor(scale))
             return
         if grad.layout is not torch.strided:
             grad = grad.to_dense()
         if grad.requires_grad:  # of a backward that can be differentiated again
             grad = grad.detach()
         if grad.dtype == view.dtype:
-            torch.mul(grad, scale, out=view)
+            torch.mul(grad, self._factor(scale), out=view)
         else:
-            view.copy_(grad).mul_(scale)
+            view.copy_(grad).mul_(self._factor(scale))
         if not self.wide:
             self.adopt(place)
+
+    def _factor(self, scale: float) -> Tensor:
+        """The scale as a tensor, which makes an operation on a small gradient half as long as a number does."""
+        if scale != self._scale[0]:
+            dtype = torch.float32 if self.dtype == torch.float32 else torch.float64  # others convert it in any case
+            self._scale = scale, torch.tensor(scale, dtype=dtype)
+        return self._scale[1]
 
     def adopt(self, place: int) -> None:
         """Let a parameter's gradient be its part of the memory: a tensor of its own, that is no view."""
