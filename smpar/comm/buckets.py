@@ -90,6 +90,7 @@ class Bucket:
         last: whether it is the last one of the step.
         missing: parameters whose gradients are not ready.
         launched: whether this step's reduction has begun.
+        filled: by place, whether the gradient is in already, scaled.
         absent: places of the parameters that had no gradient when it did.
     """
 
@@ -101,6 +102,7 @@ class Bucket:
         self.last = False
         self.missing = len(self.parameters)
         self.launched = False
+        self.filled = [False] * len(self.parameters)
         self.absent: list[int] = []
         self._memories = [Memory(self.parameters, dtype)]
         self._scale = 1.0, torch.tensor(1.0)
@@ -114,6 +116,7 @@ class Bucket:
     def begin(self) -> None:
         """A step starts: take memory in which no gradient lies that somebody may still read."""
         self.missing, self.launched = len(self.parameters), False
+        self.filled = [False] * len(self.parameters)
         now = self.memory
         inside = sum(
             p.grad is not None and _address(p.grad) == place
@@ -126,12 +129,14 @@ class Bucket:
         self._memories = [now, spare[0] if spare else Memory(self.parameters, self.dtype)]
 
     def fill(self, gradients: Sequence[Tensor | None], scale: float) -> None:
-        """Bring the gradients in, times ``scale``; absent ones count as zero.
+        """Bring in the gradients that are not there yet, times ``scale``; absent ones count as zero.
 
         Unless the bucket is of another type, its memory becomes the parameters' gradients.
         """
         self.absent = []
         for place, grad in enumerate(gradients):
+            if self.filled[place]:
+                continue
             if grad is None:
                 self.absent.append(place)
                 self.memory.views[place].zero_()

@@ -276,13 +276,24 @@ class Reducer:
             self._take(index)
             return
         home = self._home[index]
-        if home is not None and home[0].launched:
-            self._guard(index)
-        self._take(index)
+        if home is None or home[0] in self._last_buckets:
+            self._take(index)
+            return
+        bucket, place = home
+        if bucket.filled[place]:
+            self._refuse(index)
         self._left[index] -= 1
-        if home is not None and self._left[index] == 0:
-            home[0].missing -= 1
-            if not home[0].missing:
+        if self._wide is not None or self._left[index]:
+            self._take(index)
+        if not self._left[index]:
+            # now, while the gradient is in the cache
+            with torch._C.DisableTorchFunction():
+                grad = self._gradient(index)
+                assert grad is not None
+                bucket.put(place, grad, self._scale)
+            bucket.filled[place] = True
+            bucket.missing -= 1
+            if not bucket.missing:
                 self._launch_ready()
 
     def _guard(self, index: int) -> None:
@@ -290,9 +301,12 @@ class Reducer:
         if self._heard is not None and index in self._heard:
             self._strays.add(index)
         home = self._home[index]
-        if home is not None and home[0].launched:
-            raise LateGradient(f"parameter {self._name_of(self._parameters[index])}")
+        if home is not None and home[0].filled[home[1]]:
+            self._refuse(index)
         self._take(index)
+
+    def _refuse(self, index: int) -> None:
+        raise LateGradient(f"parameter {self._name_of(self._parameters[index])}")
 
     def _launch_ready(self) -> None:
         with torch.no_grad(), torch._C.DisableTorchFunction():
@@ -309,13 +323,17 @@ class Reducer:
             return self._wide.sums[index]
         return self._parameters[index].grad
 
+    @property
+    def _scale(self) -> float:
+        if self.comm_hook is not None:  # which divides by itself
+            return 1.0
+        return 1.0 / (self.joining.divisor if self.joining is not None else self.replicas)
+
     def _launch(self, bucket: Bucket) -> None:
         if self._latest is not None:  # a hook's second message must not come after another bucket's first one
             self._latest.settle()
         self._latest = bucket
-        count = self.joining.divisor if self.joining is not None else self.replicas
-        scale = 1.0 if self.comm_hook is not None else 1.0 / count
-        bucket.fill([self._gradient(number) for number in bucket.numbers], scale)
+        bucket.fill([self._gradient(number) for number in bucket.numbers], self._scale)
         bucket.launch(self.group if self.replicas > 1 else None, self.comm_hook)
 
     def _complete(self, due: bool) -> None:
