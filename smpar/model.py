@@ -13,6 +13,7 @@ from torch import nn
 from smpar.comm.buckets import CommHook, cap_in_bytes
 from smpar.errors import CommHookError, JoinError, ModelError, NotThroughModel, OutsideOfStep, WrongBackward
 from smpar.runtime.core import runtime
+from smpar.runtime.draws import Draws
 from smpar.runtime.partitioning import check_pins
 from smpar.runtime.partitioning import set_partition as pin
 from smpar.runtime.pipeline import Pipeline
@@ -87,7 +88,7 @@ class DistributedModel(nn.Module):
         if group is not None:
             with world.guard():
                 broadcast(module_state(module), group, 0)
-        self.trained = Trained(module)
+        self.trained, self.draws = Trained(module), Draws()
         self.reducer = Reducer(
             group,
             replicas,

@@ -90,6 +90,7 @@ class Bucket:
         last: whether it is the last one of the step.
         missing: parameters whose gradients are not ready.
         launched: whether this step's reduction has begun.
+        filled: by place, whether the gradient is in already, scaled.
         absent: places of the parameters that had no gradient when it did.
     """
 
@@ -101,8 +102,10 @@ class Bucket:
         self.last = False
         self.missing = len(self.parameters)
         self.launched = False
+        self.filled = [False] * len(self.parameters)
         self.absent: list[int] = []
         self._memories = [Memory(self.parameters, dtype)]
+        self._scale = 1.0, torch.tensor(1.0)
         self._work: Any = None
         self._result: torch.futures.Future[Tensor | list[Tensor]] | None = None
 
@@ -113,6 +116,7 @@ class Bucket:
     def begin(self) -> None:
         """A step starts: take memory in which no gradient lies that somebody may still read."""
         self.missing, self.launched = len(self.parameters), False
+        self.filled = [False] * len(self.parameters)
         now = self.memory
         inside = sum(
             p.grad is not None and _address(p.grad) == place
@@ -125,12 +129,14 @@ class Bucket:
         self._memories = [now, spare[0] if spare else Memory(self.parameters, self.dtype)]
 
     def fill(self, gradients: Sequence[Tensor | None], scale: float) -> None:
-        """Bring the gradients in, times ``scale``; absent ones count as zero.
+        """Bring in the gradients that are not there yet, times ``scale``; absent ones count as zero.
 
         Unless the bucket is of another type, its memory becomes the parameters' gradients.
         """
         self.absent = []
         for place, grad in enumerate(gradients):
+            if self.filled[place]:
+                continue
             if grad is None:
                 self.absent.append(place)
                 self.memory.views[place].zero_()
@@ -143,18 +149,25 @@ class Bucket:
         view = memory.views[place]
         if _address(grad) == memory.places[place]:
             if scale != 1.0:
-                view.mul_(scale)
+                view.mul_(self._factor(scale))
             return
         if grad.layout is not torch.strided:
             grad = grad.to_dense()
         if grad.requires_grad:  # of a backward that can be differentiated again
             grad = grad.detach()
         if grad.dtype == view.dtype:
-            torch.mul(grad, scale, out=view)
+            torch.mul(grad, self._factor(scale), out=view)
         else:
-            view.copy_(grad).mul_(scale)
+            view.copy_(grad).mul_(self._factor(scale))
         if not self.wide:
             self.adopt(place)
+
+    def _factor(self, scale: float) -> Tensor:
+        """The scale as a tensor, which makes an operation on a small gradient half as long as a number does."""
+        if scale != self._scale[0]:
+            dtype = torch.float32 if self.dtype == torch.float32 else torch.float64  # others convert it in any case
+            self._scale = scale, torch.tensor(scale, dtype=dtype)
+        return self._scale[1]
 
     def adopt(self, place: int) -> None:
         """Let a parameter's gradient be its part of the memory: a tensor of its own, that is no view."""

@@ -30,6 +30,7 @@ from smpar.runtime.join import Joining
 from smpar.runtime.ties import Gradients, Ties
 from smpar.runtime.wide import Wide, wide_type
 
+_PARTS = 8  # at least so many buckets, as long as none is smaller than the first
 _REMEMBERED = 128  # programs whose windows are known
 _NEVER = 1 << 62  # times to be told of, for a parameter that is ready at the step's end only
 
@@ -275,13 +276,24 @@ class Reducer:
             self._take(index)
             return
         home = self._home[index]
-        if home is not None and home[0].launched:
-            self._guard(index)
-        self._take(index)
+        if home is None or home[0] in self._last_buckets:
+            self._take(index)
+            return
+        bucket, place = home
+        if bucket.filled[place]:
+            self._refuse(index)
         self._left[index] -= 1
-        if home is not None and self._left[index] == 0:
-            home[0].missing -= 1
-            if not home[0].missing:
+        if self._wide is not None or self._left[index]:
+            self._take(index)
+        if not self._left[index]:
+            # now, while the gradient is in the cache
+            with torch._C.DisableTorchFunction():
+                grad = self._gradient(index)
+                assert grad is not None
+                bucket.put(place, grad, self._scale)
+            bucket.filled[place] = True
+            bucket.missing -= 1
+            if not bucket.missing:
                 self._launch_ready()
 
     def _guard(self, index: int) -> None:
@@ -289,9 +301,12 @@ class Reducer:
         if self._heard is not None and index in self._heard:
             self._strays.add(index)
         home = self._home[index]
-        if home is not None and home[0].launched:
-            raise LateGradient(f"parameter {self._name_of(self._parameters[index])}")
+        if home is not None and home[0].filled[home[1]]:
+            self._refuse(index)
         self._take(index)
+
+    def _refuse(self, index: int) -> None:
+        raise LateGradient(f"parameter {self._name_of(self._parameters[index])}")
 
     def _launch_ready(self) -> None:
         with torch.no_grad(), torch._C.DisableTorchFunction():
@@ -308,13 +323,17 @@ class Reducer:
             return self._wide.sums[index]
         return self._parameters[index].grad
 
+    @property
+    def _scale(self) -> float:
+        if self.comm_hook is not None:  # which divides by itself
+            return 1.0
+        return 1.0 / (self.joining.divisor if self.joining is not None else self.replicas)
+
     def _launch(self, bucket: Bucket) -> None:
         if self._latest is not None:  # a hook's second message must not come after another bucket's first one
             self._latest.settle()
         self._latest = bucket
-        count = self.joining.divisor if self.joining is not None else self.replicas
-        scale = 1.0 if self.comm_hook is not None else 1.0 / count
-        bucket.fill([self._gradient(number) for number in bucket.numbers], scale)
+        bucket.fill([self._gradient(number) for number in bucket.numbers], self._scale)
         bucket.launch(self.group if self.replicas > 1 else None, self.comm_hook)
 
     def _complete(self, due: bool) -> None:
@@ -432,7 +451,9 @@ class Reducer:
         sizes = [p.numel() * t.itemsize for p, t in zip(self._parameters, types, strict=True)]
         kinds = [(p.dtype, p.device) for p in self._parameters]
         for indices, buckets in ((free, self._buckets), (last, self._last_buckets)):
-            for members in plan_buckets(sizes, kinds, indices, min(FIRST, self._cap), self._cap):
+            whole = sum(sizes[i] for i in indices)
+            cap = min(self._cap, max(FIRST, whole // _PARTS))  # of a small model only the last part is reduced late
+            for members in plan_buckets(sizes, kinds, indices, min(FIRST, cap), cap):
                 number = len(self._buckets) + len(self._last_buckets)
                 bucket = Bucket(number, members, [self._parameters[i] for i in members], types[members[0]])
                 buckets.append(bucket)

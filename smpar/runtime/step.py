@@ -15,10 +15,11 @@ from smpar.errors import BatchError, NestedStep, NoSuchArgument
 from smpar.observe.metrics import report_step
 from smpar.runtime.agreement import Called, agree
 from smpar.runtime.core import Runtime, runtime
+from smpar.runtime.draws import Draws
 from smpar.runtime.pipeline import Look
 from smpar.stage.split import Batch, merge, split
 from smpar.trace import tree
-from smpar.trace.draws import SeedMode, mix, seed_generators
+from smpar.trace.draws import mix, seed_generators
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -133,7 +134,7 @@ def _run(now: Runtime, fn: Callable[..., Any], arguments: Mapping[str, Any], bat
     now.in_step = True
     try:
         if pipeline is None or look is None:
-            results = _without_pipeline(now, fn, batch, shares, seed)
+            results = _without_pipeline(now, fn, arguments, batch, shares, seed)
         else:
             results = pipeline.run(fn, batch, shares, seed, look, known)
     finally:
@@ -146,13 +147,20 @@ def _run(now: Runtime, fn: Callable[..., Any], arguments: Mapping[str, Any], bat
 
 
 def _without_pipeline(
-    now: Runtime, fn: Callable[..., Any], batch: Batch, shares: Sequence[float], seed: int
+    now: Runtime,
+    fn: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    batch: Batch,
+    shares: Sequence[float],
+    seed: int,
 ) -> list[Any]:
     """One stage: microbatches one after another, each with its backward; gradients are averaged meanwhile."""
     results: list[Any] = []
     model = now.maybe_model
     reducer = model.reducer if model is not None and not model.reducer.idle else None
     now.backward_ran = False
+    draws = model.draws if model is not None else Draws()
+    kind = draws.kind(fn, arguments, model.trained.modes() if model is not None else None)
 
     def loss_backward() -> float:
         now.backward_ran = True
@@ -168,7 +176,7 @@ def _without_pipeline(
             try:
                 if reducer is not None and last:
                     reducer.before(0)
-                with SeedMode(loss_backward), now.spans.microbatch(i):
+                with draws.watching(kind, loss_backward), now.spans.microbatch(i):
                     results.append(fn(*args, **kwargs))
                 if reducer is not None and last:
                     reducer.after(0)

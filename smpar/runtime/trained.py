@@ -29,6 +29,11 @@ class Trained:
         self._look()
         return list(dict.fromkeys(b for m in self._modules for b in m._buffers.values() if b is not None))
 
+    def modes(self) -> tuple[bool, ...]:
+        """Whether each module trains or evaluates."""
+        self._look()
+        return tuple(m.training for m in self._modules)
+
     def _look(self) -> None:
         children = [c for m in self._modules for c in m._modules.values()]
         if children != self._children:
