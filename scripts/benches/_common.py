@@ -9,6 +9,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import numpy as np
 import psutil
@@ -22,9 +23,19 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     return result
 
 
-def finish(figures: Mapping[str, float], path: Path | None) -> None:
+Figures: TypeAlias = "float | Mapping[str, Figures]"
+"""A figure, or several by name."""
+
+
+def _rounded(figures: Figures) -> Any:
+    if isinstance(figures, Mapping):
+        return {name: _rounded(value) for name, value in figures.items()}
+    return float(f"{figures:.5g}")
+
+
+def finish(figures: Mapping[str, Figures], path: Path | None) -> None:
     """Print the figures as the bench's last line, and write them to ``path`` if there is one."""
-    line = json.dumps({name: float(f"{value:.5g}") for name, value in figures.items()})
+    line = json.dumps(_rounded(figures))
     if path:
         path.write_text(line + "\n")
     print(line, flush=True)

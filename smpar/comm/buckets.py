@@ -1,8 +1,8 @@
 """Gradients in flat buckets, which are reduced over a group of ranks one after another.
 
-    ready     p5   p4   p3   p2   p1   p0        in backward, the last parameters' gradients come first
-    buckets  [p5] [p4   p3   p2] [p1   p0]       the first one is small: its reduction starts early
-    memory   | p4       | p3 | p2     |1 1 1|    the flags of present gradients ride at the end
+    ready     p5   p4   p3   p2   p1   p0     in backward, the last parameters' gradients come first
+    buckets  [p5] [p4   p3] [p2   p1] [p0]    the first one is small: its reduction starts early
+    memory        | p4     | p3    |1 1|      flags, one per parameter, tell whether any rank has its gradient
 
 A bucket's memory is kept from step to step. After a reduction the parameters' gradients lie in it, so nothing is
 copied back; whoever keeps an old gradient keeps that memory, and the bucket takes another one.
@@ -174,6 +174,16 @@ class Bucket:
         for i in self.absent:
             memory.flags[i].zero_()
         self._work = group.allreduce([_real(memory.whole)])
+
+    @property
+    def at_work(self) -> bool:
+        """Whether a communication hook may still send something."""
+        return self._result is not None and not self._result.done()
+
+    def settle(self) -> None:
+        """Wait for the communication hook, if there is one."""
+        if self._result is not None:
+            self._result.wait()
 
     def wait(self) -> list[bool]:
         """The reduction's end; whether any rank had a gradient, by parameter (without flags: whether this one had)."""

@@ -45,19 +45,27 @@ class Joining:
             here: whether this replica has a batch.
 
         Returns:
-            whether any has one.
-
-        Raises:
-            EndedEarly: one has none, and others have, and all are to stop.
+            whether any has one, and the step goes on.
         """
         there = torch.zeros(self._replicas, dtype=torch.int32, device=self._device)
         there[dist.get_rank(self._group)] = here
         self._group.allreduce([there]).wait()
         self.active = [rank for rank, is_there in enumerate(there.tolist()) if is_there]
-        if self._throw and 0 < len(self.active) < self._replicas:
+        return bool(self.active) and not self._stopped
+
+    @property
+    def _stopped(self) -> bool:
+        return self._throw and 0 < len(self.active) < self._replicas
+
+    def check(self) -> None:
+        """After a meeting, and outside of any guard, as no rank has failed and the job may go on.
+
+        Raises:
+            EndedEarly: a replica has no more batches, others have, and all are to stop.
+        """
+        if self._stopped:
             done = [rank for rank in range(self._replicas) if rank not in self.active]
             raise EndedEarly(f"replicas {', '.join(map(str, done))} of {self._replicas} have no more batches")
-        return bool(self.active)
 
     def announce(self, reduces: bool) -> bool:
         """A step has run its backwards: whether any replica reduces."""

@@ -371,6 +371,7 @@ class Pipeline:
         if layout.closed:
             return
         layout.closed = True
+        layout.strides = {id(p): tuple(p.stride()) for p in self.model.parameters()}
         with torch.no_grad():
             for p in self.model.parameters():
                 if not self.holds(p):

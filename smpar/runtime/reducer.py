@@ -114,6 +114,7 @@ class Reducer:
         self._heard: list[int] | None = None  # while learning: who was told of in the windows
         self._strays: set[int] = set()  # and of them, who was told of after its window
         self._next = 0
+        self._latest: Bucket | None = None  # the last one that was launched
         self._before: list[tuple[nn.Parameter, Tensor]] = []
 
     # -- a step ---------------------------------------------------------------------------------
@@ -171,6 +172,7 @@ class Reducer:
                 bucket.begin()
                 bucket.fill([None] * len(bucket.parameters), 1.0)
                 bucket.launch(self.group, self.comm_hook)
+                bucket.settle()
             self._shared_presence()
             for bucket in (*self._buckets, *self._last_buckets):
                 bucket.wait()
@@ -219,7 +221,7 @@ class Reducer:
         return self._reduces and self.sync and self._passes + 1 >= self._every
 
     def _begin(self, key: Hashable) -> None:
-        self._key, self._next, self._heard = key, 0, None
+        self._key, self._next, self._latest, self._heard = key, 0, None, None
         tied = self._ties.parameters if self._ties is not None else ()
         self._before = [(p, p.grad) for p in tied if p.grad is not None]
         for p, _ in self._before:
@@ -294,6 +296,8 @@ class Reducer:
     def _launch_ready(self) -> None:
         with torch.no_grad(), torch._C.DisableTorchFunction():
             while self._next < len(self._buckets) and not self._buckets[self._next].missing:
+                if self._latest is not None and self._latest.at_work:
+                    break
                 self._launch(self._buckets[self._next])
                 self._next += 1
 
@@ -305,6 +309,9 @@ class Reducer:
         return self._parameters[index].grad
 
     def _launch(self, bucket: Bucket) -> None:
+        if self._latest is not None:  # a hook's second message must not come after another bucket's first one
+            self._latest.settle()
+        self._latest = bucket
         count = self.joining.divisor if self.joining is not None else self.replicas
         scale = 1.0 if self.comm_hook is not None else 1.0 / count
         bucket.fill([self._gradient(number) for number in bucket.numbers], scale)
@@ -372,6 +379,8 @@ class Reducer:
         for bucket in (*self._buckets, *self._last_buckets):
             for place, number in enumerate(bucket.numbers):
                 flags[number] = place not in bucket.absent
+        if self._latest is not None:
+            self._latest.settle()
         assert self.group is not None
         device = self._parameters[0].device if self._parameters else torch.device("cpu")
         flags = flags.to(device)
@@ -404,7 +413,7 @@ class Reducer:
         order[: len(self._order)] = torch.tensor(self._order, dtype=torch.int64)
         if self.replicas > 1:
             assert self.group is not None
-            dist.broadcast(order, dist.get_global_rank(self.group, 0), group=self.group)
+            self.group.broadcast(order, 0).wait()
         known = [index for index in order.tolist() if index >= 0]
         if known:
             rest = [index for index in reversed(range(len(self._parameters))) if index not in set(known)]

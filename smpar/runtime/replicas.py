@@ -30,14 +30,20 @@ class Replicas:
         self._buffers = buffers
         self._differ = False  # whether the last step reduced gradients, hence ran forwards that may have set buffers
 
-    def start_step(self) -> None:
-        """Before a step's forwards: meet the others, and take the first replica's buffers if the last step reduced.
+    def meet(self) -> None:
+        """Inside ``join``, at the very start of a step: tell the others that this replica has a batch.
 
         Raises:
-            EndedEarly: another replica has no more batches, and all are to stop.
+            EndedEarly: another one has no more, and all are to stop.
         """
-        if self.reducer.joining is not None:
-            self.reducer.joining.meet(True)
+        joining = self.reducer.joining
+        if joining is not None:
+            with self.world.guard():
+                joining.meet(True)
+            joining.check()
+
+    def start_step(self) -> None:
+        """Before a step's forwards: take the first replica's buffers if the last step reduced."""
         self._share_buffers()
 
     def end_step(self) -> None:
@@ -85,6 +91,8 @@ class Replicas:
             yield
             with world.guard():
                 last = self._follow(joining, prepare)
+            joining.check()
+            with world.guard():
                 source = joining.last_of_all(last)
                 broadcast(state(), reducer.group, source)
         finally:

@@ -73,6 +73,9 @@ def step(
         now = runtime()
         if now.in_step:
             raise NestedStep(f"{getattr(fn, '__name__', 'a step')} was called inside a step")
+        model = now.maybe_model
+        if model is not None:
+            model.replicas.meet()
         given = {**dict(zip(_positions(names, len(args)), args, strict=True)), **kwargs}
         try:
             batch = split(names, args, kwargs, now.config.microbatches, whole, axes)

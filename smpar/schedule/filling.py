@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from smpar.schedule.actions import Action, Kind
-from smpar.schedule.program import Program, Task, Transfer
+from smpar.schedule.program import Program, Task
 
 _EPS = 1e-9
 """Memory is a sum of fractions, a time one of floats."""
@@ -30,11 +30,13 @@ class Rule(NamedTuple):
         ahead: place among ranks -> most forwards of its first segment whose backward has not begun.
         turn: after a backward prefer a forward; else a backward whenever one is ready.
         patience: idle rather than run a W if a forward or backward is due in less than this share of the W's time.
+        delay: what a message is thought to take, as a share of the mean time of forwards and whole backwards.
     """
 
     ahead: tuple[int, ...]
     turn: bool
     patience: float
+    delay: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -43,11 +45,9 @@ class Chain:
 
     Attributes:
         program: a chain.
-        transfer: time of a message.
     """
 
     program: Program
-    transfer: Transfer = 0.0
 
     @cached_property
     def homes(self) -> tuple[int, ...]:
@@ -72,17 +72,19 @@ class Chain:
         shares = []
         for segment, place in enumerate(self.rank):
             mine = [saved[other] for other in self.segments_of[place]]
-            shares.append(saved[segment] / sum(mine) if min(mine) > 0 else 1 / len(mine))
+            shares.append(saved[segment] / sum(mine) if any(mine) else 1 / len(mine))
         return tuple(shares)
 
     @cached_property
-    def latency(self) -> dict[tuple[Kind, int], float]:
-        """(F or B, segment) -> the time of the slowest message that it waits for."""
-        slowest: dict[tuple[Kind, int], float] = {}
-        for need in self.program.dependencies:
-            delay = self.program.delay(need, self.transfer)
-            slowest[need.after] = max(delay, slowest.get(need.after, 0.0))
-        return slowest
+    def mean(self) -> float:
+        """Mean time of forwards and whole backwards."""
+        tasks = self.program.tasks
+        return sum(map(self.program.cost, tasks)) / max(1, len(tasks))
+
+    @cached_property
+    def awaits(self) -> frozenset[Task]:
+        """The tasks that wait for a message."""
+        return frozenset(need.after for need in self.program.dependencies if need.flow is not None)
 
 
 _Choice = tuple[float, Kind, int]
@@ -102,8 +104,9 @@ class _Clock:
         self.latest_first = [mine[::-1] for mine in chain.segments_of]
         kinds = (Kind.F, Kind.B, Kind.I, Kind.W)
         self.cost = {(kind, s.index): chain.program.cost(Task(kind, s.index)) for kind in kinds for s in segments}
-        self.arrival = [chain.latency.get((Kind.F, s.index), 0.0) for s in segments]
-        self.departure = [chain.latency.get((Kind.B, s.index), 0.0) for s in segments]
+        delay = rule.delay * chain.mean
+        self.arrival = [delay * (Task(Kind.F, s.index) in chain.awaits) for s in segments]
+        self.departure = [delay * (Task(Kind.B, s.index) in chain.awaits) for s in segments]
         size = len(chain.homes)
         self.room = [
             size - sum(chain.share[other] for other in chain.segments_of[place] if other >= segment) + _EPS

@@ -13,9 +13,9 @@ from smpar.schedule.filling import Chain, Rule, fill
 from smpar.schedule.program import Program
 from smpar.schedule.simulate import makespan, times
 
-_DELAY = 0.05
-"""What a message is thought to take, as a share of the mean of forwards and whole backwards: orders without any slack
-lose that much at each message. On two ranks in a V, leaving it costs nothing."""
+_DELAY = 0.1
+"""What a message may take, as a share of the mean time of forwards and whole backwards. Orders without any slack lose
+that much at each message; on two ranks in a V, leaving it costs nothing."""
 
 
 def zero_bubble(program: Program, microbatches: int) -> Schedule:
@@ -57,8 +57,8 @@ def zbv(program: Program, microbatches: int) -> Schedule:
 
     ::
 
-        rank 0 |0120₀⁰1₁₀¹⁰3₁¹2₂²·3₃₂³²₃³|
-        rank 1 |·0011₀₀⁰₁₁⁰22¹¹3₂3₂²²₃₃³³|
+        rank 0 |0120₀⁰1₁₀¹⁰3₁¹2₂²3₃₂³²₃³·|
+        rank 1 |·0011₀₀⁰₁₁⁰22¹¹33₂₂²₃₃²³³|
 
     Args:
         program: a chain, one segment in each of 2p stages, stages r and 2p-1-r on rank r.
@@ -69,21 +69,27 @@ def zbv(program: Program, microbatches: int) -> Schedule:
     """
     require_chain(program, microbatches, "zbv", is_vee)
     free = (microbatches,) * program.size
-    rules = [Rule(free, True, 0.0), Rule(free, True, 0.3), Rule(free, False, 0.0)]
+    # On 160 chains of two to four ranks the best of these was within 0.02 % on average of the best of 24.
+    rules = [
+        Rule(free, True, 0.0),
+        Rule(free, False, 0.0),
+        Rule(free, False, 0.6),
+        Rule(free, True, 0.3, delay=0.05),
+        Rule(free, True, 0.3, delay=0.2),
+        Rule(free, False, 0.0, delay=0.3),
+    ]
     return _fastest("zbv", program, microbatches, rules)
 
 
 def _fastest(name: str, program: Program, microbatches: int, rules: Sequence[Rule]) -> Schedule:
-    """The fastest of some orders in which no rank holds more than p microbatches.
+    """The fastest of one order per rule, no rank holding more than p microbatches.
 
-    Each rule gives one order that counts on every message to arrive at once, and one that leaves time for it. Of
-    equally fast ones, the one that is fastest when messages take that time.
+    Of equally fast ones, the one that is fastest when messages take a while.
     """
-    delay = _DELAY * sum(map(program.cost, program.tasks)) / max(1, len(program.tasks))
-    orders = {
-        fill(chain, microbatches, rule): None for chain in (Chain(program), Chain(program, delay)) for rule in rules
-    }
+    chain = Chain(program)
+    orders = {fill(chain, microbatches, rule): None for rule in rules}
     schedules = [Schedule(name, ranks) for ranks in orders]
     ends = [makespan(times(schedule, program)) for schedule in schedules]
     best = [s for s, end in zip(schedules, ends, strict=True) if end <= min(ends) * (1 + 1e-6)]
+    delay = _DELAY * chain.mean
     return min(best, key=lambda schedule: makespan(times(schedule, program, delay))) if best[1:] else best[0]

@@ -40,6 +40,7 @@ class Layout:
     hooks: dict[nn.Module, tuple[Any, Any]] = dataclasses.field(default_factory=dict)  # theirs, while a step runs
     late: list[Late] = dataclasses.field(default_factory=list)  # to be handed over
     closed: bool = False  # parameters live only with their holders now
+    strides: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)  # of parameters, before that
 
     @classmethod
     def make(

@@ -231,7 +231,9 @@ class Run(abc.ABC):
         key = id(parameter)
         found = self._parameters.get(key)
         if found is None or found.requires_grad != parameter.requires_grad:
-            found = StageTensor(meta_of(parameter), self.layout.parameter_home[key], -1, -1, self.number)
+            meta = meta_of(parameter)
+            meta = meta._replace(stride=self.layout.strides.get(key, meta.stride))  # the same on all ranks
+            found = StageTensor(meta, self.layout.parameter_home[key], -1, -1, self.number)
             found.parameter = parameter
             self._parameters[key] = found
         return found

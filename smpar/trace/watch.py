@@ -58,6 +58,17 @@ _FUSED = {p for p in _FLOPS if "scaled_dot_product" in p.__name__ and "backward"
 _UPDATES = {aten.native_batch_norm, aten.cudnn_batch_norm, aten.miopen_batch_norm}
 
 
+def _undropped(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether this is attention without dropout, which draws nothing, though its kind is marked as random."""
+    if func.overloadpacket not in _FUSED:
+        return False
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[place] if place < len(args) else kwargs.get("dropout_p", argument.default_value)
+            return bool(given == 0)
+    return False
+
+
 class Watch(TorchDispatchMode):
     """Counts costs and random operators; answers what only data could tell with a guess."""
 
@@ -81,7 +92,7 @@ class Watch(TorchDispatchMode):
         known = self._known.apply(func, args, kwargs)
         if func in _GUESSED:
             return self._guessed_result(func, args) if known is None else _as_fake(known)
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if torch.Tag.nondeterministic_seeded in func.tags and not _undropped(func, args, kwargs):
             self.random += 1
         try:
             result = func(*args, **kwargs)

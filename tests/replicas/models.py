@@ -110,7 +110,8 @@ class Case:
         config: of ``smpar.init``.
         options: of ``smpar.DistributedModel``.
         samples: of each replica's batch.
-        synced: for each step, whether it is outside of ``no_sync``.
+        synced: for each step, whether it averages gradients: whether it is outside of ``no_sync``.
+        contexts: whether smpar gets ``no_sync``, too; else its options say which steps average.
         zeroed: how gradients are zeroed: ``none``, ``zero``, or ``never``.
         extra: for each step, the replicas (modulo 2) that use what is only sometimes used.
         hook: name of a communication hook of torch's.
@@ -123,6 +124,7 @@ class Case:
     dtype: torch.dtype = torch.float64
     samples: int = 8
     synced: tuple[bool, ...] = (True, True, True, True)
+    contexts: bool = True
     zeroed: str = "none"
     extra: tuple[tuple[int, ...], ...] = ((0, 1), (), (1,), (0, 1))
     hook: str = ""
@@ -181,7 +183,7 @@ def train_both(case: Case, seed: int) -> dict[str, int]:
     for step, synced in enumerate(case.synced):
         x, y = batch(case, seed, step, replica)
         extra = replica % 2 in case.extra[step % len(case.extra)]
-        with contextlib.nullcontext() if synced else ours.no_sync():
+        with ours.no_sync() if case.contexts and not synced else contextlib.nullcontext():
             train(ours, x, y, extra)
         accumulate(case, reference, x, y, extra, synced, case.config.get("microbatches", 1))
         for name, p in ours.local_named_parameters():

@@ -94,10 +94,11 @@ def test_memory_promises(size: int, seed: int) -> None:
         assert max(memory(schedule, chain)) == max(peaks(schedule)) <= size
         vee = as_on_cpus(split_chain("zbv", size, 2, each), rng.uniform(1, 3))
         assert max(memory(zbv(vee, microbatches), vee)) <= 2 * size
-        uneven = sized(vee, [rng.randint(1, 9) for _ in vee.segments])
+        uneven = sized(vee, [rng.randint(0, 9) for _ in vee.segments])
         held = memory(zbv(uneven, microbatches), uneven)
         for rank in range(size):
-            assert held[rank] <= size * sum(segment.saved for segment in uneven.of_rank(rank))
+            whole = sum(segment.saved for segment in uneven.of_rank(rank))
+            assert held[rank] <= size * whole or not any(segment.saved for segment in uneven.segments)
 
 
 def sized(program: Program, saved: list[int]) -> Program:

@@ -200,3 +200,17 @@ def test_packed_sequences_vary() -> None:
     outcome = trial(fn, torch.randn(3, 5, 4), torch.tensor([5, 1, 3]))
     assert outcome.varies
     assert shapes(outcome)[:2] == [(15, 4), (5,)]
+
+
+# ---- random draws ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+def test_attention_draws_only_for_its_dropout(dropout: float, seed: int) -> None:
+    shape = (1, 2, random.Random(seed).randrange(2, 9), 4)
+    q = torch.randn(shape, requires_grad=True)
+    attend = functools.partial(nn.functional.scaled_dot_product_attention, dropout_p=dropout)
+    before = torch.random.get_rng_state()
+    attend(q, q, q)
+    drew = not torch.equal(before, torch.random.get_rng_state())
+    assert trial(lambda x: attend(x, x, x), q).random == drew == (dropout > 0)

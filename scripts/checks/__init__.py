@@ -1,0 +1,1 @@
+"""Checks of smpar on a machine at hand."""
