@@ -15,7 +15,7 @@ small or empty, never wrong.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -56,9 +56,52 @@ def of_inputs(edges: Sequence[GradientEdge], starts: Sequence[torch.Tensor]) -> 
     if not leaves:  # nothing would be left to do now
         later = []
     for node, weight, make in later:
-        node.register_prehook(functools.partial(_keep, products, node, weight, make))
+        node.register_prehook(functools.partial(_keep, products, make(node, weight)))
     whole(edges, starts, leaves if later else ())
     return products
+
+
+def of_inputs_first(
+    edges: Sequence[GradientEdge],
+    starts: Sequence[torch.Tensor],
+    heads: Sequence[GradientEdge],
+    alone: Collection[int],
+    leaves: Sequence[torch.Tensor],
+) -> list[Product]:
+    """As `of_inputs`, but only what the segment's first unit multiplies with its weights waits.
+
+    A whole backward comes to that last. If it waits until the gradients of the segment's inputs are on their way, the
+    message travels meanwhile, at no cost of memory or searching of the graph.
+
+    Args:
+        heads: where the first unit's results are in the graph.
+        alone: ids of parameters that nothing else in the segment uses.
+        leaves: all that the graph may lead to.
+    """
+    later, _ = _split(edge.node for edge in heads)
+    products: list[Product] = []
+    put_off = {id(weight) for _, weight, _ in later if id(weight) in alone}
+    for node, weight, make in later:
+        if id(weight) in put_off:
+            node.register_prehook(functools.partial(_keep, products, make(node, weight)))
+    whole(edges, starts, [leaf for leaf in leaves if id(leaf) not in put_off] if put_off else ())
+    return products
+
+
+def leads_only_to(edges: Sequence[GradientEdge], leaves: Sequence[torch.Tensor]) -> bool:
+    """Whether a graph has no other leaves, and no custom function, which may run a backward of its own."""
+    known = {id(leaf) for leaf in leaves}
+    seen: set[Node] = set()
+    stack: list[Any] = [edge.node for edge in edges]
+    while stack:
+        node = stack.pop()
+        if node in seen or node is None:
+            continue
+        seen.add(node)
+        if isinstance(node, BackwardCFunction) or (node.name() == _LEAF and id(node.variable) not in known):
+            return False
+        stack += [upper for upper, _ in node.next_functions]
+    return True
 
 
 @torch.no_grad()
@@ -80,51 +123,54 @@ def of_weights(products: list[Product]) -> None:
             hook(weight)
 
 
-def _keep(products: list[Product], node: Any, weight: nn.Parameter, make: _Make, gradients: Any) -> None:
-    """Called before ``node`` runs, with the gradients of its results; what it saved is still there."""
+_Make = Callable[[torch.Tensor], Product]  # from the gradient of the result
+
+
+def _keep(products: list[Product], make: _Make, gradients: Any) -> None:
+    """Called before a node runs, with the gradients of its results. The node refers to this, so not the other way."""
     if gradients[0] is not None:
-        products.append(make(node, weight, gradients[0]))
+        products.append(make(gradients[0]))
 
 
-def _addmm(node: Any, weight: nn.Parameter, gradient: torch.Tensor) -> Product:
-    return _matrix(node._saved_mat1, node, 2, weight, gradient)
+def _addmm(node: Any, weight: nn.Parameter) -> _Make:
+    return _matrix(node._saved_mat1, node.next_functions[2][0], weight)
 
 
-def _mm(node: Any, weight: nn.Parameter, gradient: torch.Tensor) -> Product:
-    return _matrix(node._saved_self, node, 1, weight, gradient)
+def _mm(node: Any, weight: nn.Parameter) -> _Make:
+    return _matrix(node._saved_self, node.next_functions[1][0], weight)
 
 
-def _matrix(met: torch.Tensor, node: Any, at: int, weight: nn.Parameter, gradient: torch.Tensor) -> Product:
-    straight = node.next_functions[at][0].name() != _TRANSPOSE
-    return Product(weight, (met.t(), gradient) if straight else (gradient.t(), met))
+def _matrix(met: torch.Tensor, upper: Node, weight: nn.Parameter) -> _Make:
+    met, straight = met.detach(), upper.name() != _TRANSPOSE  # detached: else it would hold the graph behind it
+    return lambda gradient: Product(weight, (met.t(), gradient) if straight else (gradient.t(), met))
 
 
-def _convolution(node: Any, weight: nn.Parameter, gradient: torch.Tensor) -> Product:
-    met, used = node._saved_input, node._saved_weight
+def _convolution(node: Any, weight: nn.Parameter) -> _Make:
+    met, used = node._saved_input.detach(), node._saved_weight.detach()
     settings = (node._saved_stride, node._saved_padding, node._saved_dilation, node._saved_transposed,
                 node._saved_output_padding, node._saved_groups)  # fmt: skip
 
-    def compute() -> torch.Tensor:
+    def compute(gradient: torch.Tensor) -> torch.Tensor:
         made: torch.Tensor = torch.ops.aten.convolution_backward(
             gradient, met, used, None, *settings, [False, True, False]
         )[1]
         return made
 
-    return Product(weight, None, compute)
+    return lambda gradient: Product(weight, None, functools.partial(compute, gradient))
 
-
-_Make = Callable[[Any, nn.Parameter, torch.Tensor], Product]
 
 _LEAF, _TRANSPOSE, _CAST = "torch::autograd::AccumulateGrad", "TBackward0", "ToCopyBackward0"
 # node -> which of its inputs is the weight, what it saved of the other, and how the weight's gradient is made of that
-_KINDS: dict[str, tuple[int, str, _Make]] = {
+_KINDS: dict[str, tuple[int, str, Callable[[Any, nn.Parameter], _Make]]] = {
     "AddmmBackward0": (2, "_raw_saved_mat1", _addmm),
     "MmBackward0": (1, "_raw_saved_self", _mm),
     "ConvolutionBackward0": (1, "_raw_saved_input", _convolution),
 }
 
+_Later = tuple[Node, nn.Parameter, Callable[[Any, nn.Parameter], _Make]]
 
-def _split(roots: Iterable[Node]) -> tuple[list[tuple[Node, nn.Parameter, _Make]], list[torch.Tensor]]:
+
+def _split(roots: Iterable[Node]) -> tuple[list[_Later], list[torch.Tensor]]:
     """The nodes whose weight can wait, and the leaves that cannot."""
     uses: dict[Node, int] = {}  # node -> edges that lead to it
     leaves: list[Node] = []
@@ -151,7 +197,7 @@ def _split(roots: Iterable[Node]) -> tuple[list[tuple[Node, nn.Parameter, _Make]
                 else:
                     uses[upper] = 1
                     stack.append(upper)
-    later: list[tuple[Node, nn.Parameter, _Make]] = []
+    later: list[_Later] = []
     waiting: set[Node] = set()
     for node in candidates:
         at, saved, make = _KINDS[node.name()]

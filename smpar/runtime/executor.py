@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge
 
 from smpar.errors import GradientSurprise
 from smpar.observe.spans import Spans
@@ -93,9 +94,19 @@ class Executor:
         channels: transfers to the other ranks of the pipeline.
         rank: this rank's place in it.
         reducer: told when backward gives a stage's weights their last gradients.
+        parameters: of this rank that require gradients.
     """
 
-    def __init__(self, layout: Layout, channels: Channels, rank: int, spans: Spans, reducer: Reducer) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        channels: Channels,
+        rank: int,
+        spans: Spans,
+        reducer: Reducer,
+        parameters: Sequence[torch.nn.Parameter],
+    ) -> None:
+        self.parameters = parameters
         self.reducer = reducer
         self.layout = layout
         self.channels = channels
@@ -229,9 +240,7 @@ class Executor:
                 if action.kind is Kind.I:
                     products = backward.of_inputs(edges, starts)
                 else:
-                    backward.whole(edges, starts)
-        if action.kind is Kind.I:
-            run.products[segment] = products
+                    products = self._whole_backward(run, program, segment, edges, starts)
         for index in program.arriving(segment):
             flow = flows[index]
             key = (flow.tensor, segment)
@@ -246,3 +255,27 @@ class Executor:
                 grad = leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
                 send(self.channels, ranks[flow.producer], grad, program.metas[flow.tensor])
                 del run.leaves[key]
+        if action.kind is Kind.I:
+            run.products[segment] = products
+        else:
+            backward.of_weights(products)
+
+    def _whole_backward(
+        self,
+        run: Run,
+        program: MicrobatchProgram,
+        segment: int,
+        edges: list[GradientEdge],
+        starts: list[torch.Tensor],
+    ) -> list[backward.Product]:
+        """Backward of a segment; what another rank does not wait for may be left to the end, and is returned."""
+        heads = run.heads.pop(segment, None) if isinstance(run, Replay) else None
+        if heads:
+            inputs = [leaf for (_, target), leaf in run.leaves.items() if target == segment]
+            leaves = [*self.parameters, *inputs]
+            if segment not in program.plain:
+                program.plain[segment] = backward.leads_only_to(edges, leaves)
+            if program.plain[segment]:
+                return backward.of_inputs_first(edges, starts, heads, program.heads[segment][1], leaves)
+        backward.whole(edges, starts)
+        return []
