@@ -8,4 +8,5 @@ def partition(
     memory_weight: float,
     memory_limit: float,
     ranks: list[int],
+    evenness: float,
 ) -> tuple[list[int], float, list[float], list[float]] | None: ...

@@ -5,15 +5,24 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 import psutil
 import torch
+
+
+def on_two_ranks(bench: str) -> NoReturn:
+    """Become torchrun, with two processes of that bench as its workers, on CPU: they get ``--is-worker``, too."""
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", f"benches.{bench}"]
+    environment = dict(os.environ, CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")  # a core each
+    os.execve(sys.executable, [sys.executable, *launch, *sys.argv[1:], "--is-worker"], environment)
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:

@@ -17,9 +17,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -27,7 +24,7 @@ import torch
 
 import smpar as smp
 from benches._chains import even_cuts, gpt, token_batch
-from benches._common import finish, parser
+from benches._common import finish, on_two_ranks, parser
 from benches._ours import ours
 from benches._paired import quiet
 from benches._rival import MATCHES
@@ -78,7 +75,7 @@ def worker(args: argparse.Namespace) -> None:
             finish({"host_us": means["smpar"], "us": means}, args.json)
 
 
-def main() -> int:
+def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--schedule", choices=tuple(MATCHES), default="1f1b")
     arguments.add_argument("--microbatches", type=int, default=8)
@@ -88,13 +85,10 @@ def main() -> int:
     arguments.add_argument("--least", type=float, default=2.0, help="microseconds from which a function is shown")
     arguments.add_argument("--is-worker", action="store_true", help=argparse.SUPPRESS)
     args = arguments.parse_args()
-    if args.is_worker:
-        worker(args)
-        return 0
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-    environment = dict(os.environ, CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
-    return subprocess.call([*launch, "benches.host", *sys.argv[1:], "--is-worker"], env=environment)
+    if not args.is_worker:
+        on_two_ranks("host")
+    worker(args)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

@@ -1,9 +1,9 @@
 """smpar against torch.distributed.pipelining: the same GPT, boundaries, microbatches and schedules, step by step.
 
 Two single-threaded processes. For each schedule and number of microbatches the losses and gradients of both are
-compared first; then steps of smpar and of torch alternate, started by both ranks at one moment; a step lasts until the
-slower rank has ended. Between blocks of them come steps of the computations alone, and of one process. Only forwards
-and backwards are timed: gradients are dropped between steps, and garbage is collected between blocks, alike for both.
+compared first; then steps of smpar, of torch and of the computations alone alternate, started by both ranks at one
+moment; a step lasts until the slower rank has ended. Between blocks one process runs a step. Only forwards and
+backwards are timed: gradients are dropped between steps, and garbage is collected between blocks, alike for both.
 The batch is the same everywhere.
 
     ratio             torch's seconds / smpar's, the median over pairs of neighbouring steps
@@ -26,10 +26,7 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
-import os
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -50,15 +47,15 @@ from benches._chains import (
     stage_of_layer,
     token_batch,
 )
-from benches._common import finish, parser
+from benches._common import finish, on_two_ranks, parser
 from benches._ours import Ours, ours, why_missing
 from benches._paired import Ratio, Spread, alternate, slowest
 from benches._peak import check_peak_bytes, peak_bytes
 from benches._rival import MATCHES, Match, Rival
 
 ROUNDS = 6  # of a block: between blocks garbage is collected
-ASIDES = 3  # of a block, steps of the computations alone, and of one process
 WARM = 2  # rounds that are not counted
+EIGHT = 8  # microbatches of the parts beside the table
 CLOSE = 1e-4  # relative distance of gradients
 Batch = tuple[Tensor, Tensor]
 
@@ -77,29 +74,34 @@ def drop_gradients(*models: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class Cell:
-    """What was measured of one schedule and one number of microbatches; seconds of steps, by the slower rank."""
+    """What was measured of one schedule and one number of microbatches; seconds of steps, by the slower rank.
+
+    Attributes:
+        smpar, torch, bounds: of the same rounds; torch's empty if it lacks the schedule.
+        single: of steps of one process, between the blocks.
+    """
 
     name: str
     smpar: list[float]
     torch: list[float]
+    bounds: list[float]
     single: list[float]
-    bound: float
-
-    def line(self) -> str:
-        speed = Spread.of(self.single).median / Spread.of(self.smpar).median
-        text = f"{self.name:<20} smpar {Spread.of(self.smpar)}, {self.bound_fraction:.3f} of its bound"
-        if self.torch:
-            text += f"; torch {Spread.of(self.torch)}, {self.bound / statistics.median(self.torch):.3f}"
-            text += f"; ratio {Ratio.of(self.torch, self.smpar)}"
-        return text + f"; {speed:.2f} times one process"
 
     @property
-    def bound_fraction(self) -> float:
-        return self.bound / statistics.median(self.smpar)
+    def bound_fraction(self) -> Ratio:
+        return Ratio.of(self.bounds, self.smpar)
 
     @property
     def speedup(self) -> float:
         return statistics.median(self.single) / statistics.median(self.smpar)
+
+    def __str__(self) -> str:
+        rows = [f"{self.name}", f"  smpar {Spread.of(self.smpar)}, of its bound {self.bound_fraction}"]
+        if self.torch:
+            rows.append(f"  torch {Spread.of(self.torch)}, of its bound {Ratio.of(self.bounds, self.torch)}")
+            rows.append(f"  ratio torch / smpar {Ratio.of(self.torch, self.smpar)}")
+        rows.append(f"  one process {Spread.of(self.single)}, {self.speedup:.2f} times smpar's")
+        return "\n".join(rows)
 
 
 @dataclass(frozen=True)
@@ -198,25 +200,22 @@ def measure(name: str, match: Match, task: Task, microbatches: int, pairs: int) 
         ways: dict[str, Callable[[], object]] = {"smpar": lambda: mine.step(*task.batch)}
         if rival is not None:
             ways["torch"] = lambda: rival.step(*task.batch)
-        asides: dict[str, Callable[[], object]] = {
-            "alone": alone,
-            "single": lambda: whole_step(whole, task.batch, microbatches) if first else None,
-        }
+        ways["alone"] = alone
+        asides = {"single": lambda: whole_step(whole, task.batch, microbatches) if first else None}
         models = [mine.model, *alone.parts.values(), whole, *(rival.parts.values() if rival else ())]
         clear = functools.partial(drop_gradients, *models)
 
-        alternate(ways | asides, WARM, clear)
-        taken: dict[str, list[float]] = {way: [] for way in ways | asides}
+        alternate(ways, WARM, clear)
+        taken: dict[str, list[float]] = {way: [] for way in (*ways, *asides)}
         for number in range(0, pairs, ROUNDS):
             block = alternate(ways, min(ROUNDS, pairs - number), clear, number)
-            for way, values in (block | alternate(asides, ASIDES, clear, number)).items():
+            for way, values in (block | alternate(asides, 1, clear)).items():
                 taken[way] += values
-        own = torch.tensor(statistics.median(taken["alone"]), dtype=torch.float64)
-        dist.all_reduce(own, dist.ReduceOp.MAX)
         costs = everyones(alone.costs(alone.input_seconds(5)))
-        bound = float(own) * bubble_factor(*mine.timetable, costs)
+        factor = bubble_factor(*mine.timetable, costs)
         slow = {way: slowest(values) for way, values in taken.items()}
-        return Cell(f"{name}_m{microbatches}", slow["smpar"], slow.get("torch", []), slow["single"], bound)
+        bounds = [factor * seconds for seconds in slow["alone"]]
+        return Cell(f"{name}_m{microbatches}", slow["smpar"], slow.get("torch", []), bounds, slow["single"])
 
 
 def best_against_best(cells: Sequence[Cell], task: Task, pairs: int) -> Ratio:
@@ -315,8 +314,8 @@ def worker(args: argparse.Namespace) -> None:
         for name, microbatches in product(built, args.microbatches):
             cell = measure(name, MATCHES[name], task, microbatches, args.pairs)
             cells.append(cell)
-            say(cell.line())
-            found.bound_fraction[cell.name] = cell.bound_fraction
+            say(str(cell))
+            found.bound_fraction[cell.name] = cell.bound_fraction.value
             if cell.torch:
                 found.ratio[cell.name] = Ratio.of(cell.torch, cell.smpar).value
         best = max(cells, key=lambda cell: cell.speedup)
@@ -328,13 +327,13 @@ def worker(args: argparse.Namespace) -> None:
         found.others["auto_vs_equal"] = compare_partitions(args)
     if "memory" in args.parts:
         check_peak_bytes()
-        ratios = {name: peak_memory(name, MATCHES[name], task, 8) for name in built}
+        ratios = {name: peak_memory(name, MATCHES[name], task, EIGHT) for name in built}
         if "1f1b" in ratios:
             found.others["peak_memory_ratio"] = ratios["1f1b"]
     if "zb" in args.parts and not why_missing(MATCHES["zb"].config):
         cuts = even_cuts(task.seeded(), 2)
         setups = [Setup(cuts, MATCHES[name].config) for name in ("1f1b", "zb")]
-        ratio = in_blocks(setups[0], setups[1], task, 8, args.turns, ROUNDS)
+        ratio = in_blocks(setups[0], setups[1], task, EIGHT, args.turns, ROUNDS)
         say(f"zero-bubble against 1F1B, 8 microbatches: {ratio}")
         found.others["zb_vs_1f1b"] = ratio.value
     if dist.get_rank() == 0:
@@ -355,7 +354,7 @@ def compare_partitions(args: argparse.Namespace) -> dict[str, float]:
         cuts = even_cuts(task.seeded(), 2)
         say(f"partition, {name}: by hand {stage_of_layer(cuts)}")
         keys = MATCHES["1f1b"].config
-        ratio = in_blocks(Setup(cuts, keys), Setup(None, keys), task, 8, args.turns, ROUNDS)
+        ratio = in_blocks(Setup(cuts, keys), Setup(None, keys), task, EIGHT, args.turns, ROUNDS)
         say(f"partition, {name}: equal layers against smpar's own: {ratio}")
         result[name] = ratio.value
     return result
@@ -376,12 +375,12 @@ def listed(kind: Callable[[str], Any], choices: Sequence[Any] = ()) -> Callable[
     return parse
 
 
-def main() -> int:
+def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--schedules", type=listed(str, tuple(MATCHES)), default=list(MATCHES))
     arguments.add_argument("--microbatches", type=listed(int), default=[4, 8, 16])
     arguments.add_argument("--parts", type=listed(str, PARTS), default=list(PARTS), help=",".join(PARTS))
-    arguments.add_argument("--pairs", type=int, default=24, help="pairs of steps for a ratio, at least 15 to mean much")
+    arguments.add_argument("--pairs", type=int, default=18, help="pairs of steps for a ratio, at least 15 to mean much")
     arguments.add_argument("--turns", type=int, default=6, help="pairs of blocks, where smpar starts anew for each")
     arguments.add_argument("--quick", action="store_true", help="a check in under a minute: the figures mean little")
     arguments.add_argument("--blocks", type=int, default=8, help="transformer blocks of the GPT")
@@ -392,17 +391,14 @@ def main() -> int:
     arguments.add_argument("--samples", type=int, default=16, help="of the whole batch")
     arguments.add_argument("--is-worker", action="store_true", help=argparse.SUPPRESS)
     args = arguments.parse_args()
-    if args.samples < max(args.microbatches):
-        arguments.error(f"--samples must be at least the largest number of microbatches, {max(args.microbatches)}")
+    if args.samples < (most := max(*args.microbatches, EIGHT)):
+        arguments.error(f"--samples must be at least the largest number of microbatches, {most}; got {args.samples}")
     if args.quick:
         args.microbatches, args.pairs, args.turns, args.width, args.length = [4], 3, 1, 96, 32
-    if args.is_worker:
-        worker(args)
-        return 0
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-    environment = dict(os.environ, CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")  # two processes, a core each
-    return subprocess.call([*launch, "benches.pipeline", *sys.argv[1:], "--is-worker"], env=environment)
+    if not args.is_worker:
+        on_two_ranks("pipeline")
+    worker(args)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

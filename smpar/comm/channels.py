@@ -57,6 +57,10 @@ class Channels(Protocol):
         """Starts the next send to ``dst`` and returns; do not change ``tensor`` before ``finish``."""
         ...
 
+    def received(self, dst: int, count: int) -> None:
+        """Tells that ``dst`` has received the first ``count`` sends since the last ``finish``: they may be let go."""
+        ...
+
     def finish(self) -> None:
         """Waits until all sends are received: at the end of a step."""
         ...
@@ -102,6 +106,7 @@ class GlooChannels:
         # The backend itself: torch.distributed.isend adds checks and look-ups, some 10 us each.
         self._gloo = cast(_Transfers, world.process_group("world")._get_backend(torch.device("cpu")))
         self._sent: dict[int, deque[tuple[dist.Work, torch.Tensor]]] = {}
+        self._gone: dict[int, int] = {}  # sends to each peer that are not kept any more
         self._reapers: dict[int, _Reaper] = {}
 
     def post_recv(self, src: int, tensor: torch.Tensor) -> _GlooHandle:
@@ -119,6 +124,19 @@ class GlooChannels:
             if dst not in self._reapers:
                 self._reapers[dst] = _Reaper(dst)
             self._reapers[dst].take(*sent.popleft())
+            self._gone[dst] = self._gone.get(dst, 0) + 1
+
+    def received(self, dst: int, count: int) -> None:
+        """See `Channels.received`; waiting for these sends takes no time.
+
+        Raises:
+            CommError: the connection ended.
+        """
+        sent, gone = self._sent.get(dst, ()), self._gone.get(dst, 0)
+        while sent and gone < count:
+            _wait(sent.popleft()[0])
+            gone += 1
+        self._gone[dst] = gone
 
     def finish(self) -> None:
         """See `Channels.finish`.
@@ -129,6 +147,7 @@ class GlooChannels:
         for reaper in self._reapers.values():
             reaper.finish()
         self._reapers.clear()
+        self._gone.clear()
         for sent in self._sent.values():
             while sent:
                 _wait(sent.popleft()[0])
@@ -250,6 +269,9 @@ class NcclChannels:
         self._sent.append((work, tensor, _current_stream(tensor)))
         while self._sent and self._sent[0][0].is_completed():
             self._sent.popleft()
+
+    def received(self, dst: int, count: int) -> None:
+        """See `Channels.received`: a finished send is seen as such here."""
 
     def finish(self) -> None:
         """See `Channels.finish`; on CUDA the current stream waits, not the host.

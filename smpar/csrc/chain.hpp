@@ -33,6 +33,7 @@ struct Goal {
     double memory_weight;
     double memory_limit;     // bytes per rank, infinity for none
     std::vector<int> ranks;  // of stages; empty if each has its own
+    double evenness = 0;     // part of the pace that the dearest stage sets, not the dearest rank
 };
 
 // Additions happen in one order, that of the Python twin, so that both round alike: units from left to

@@ -74,7 +74,10 @@ class Search {
         double tied = 0;                   // seconds
     };
 
-    double objective(double sum, double max) const { return sum / per_rank_ + pace_ * max; }
+    // Of the sum of all stages, the dearest rank and the dearest stage.
+    double objective(double sum, double rank, double stage) const {
+        return sum / per_rank_ + pace_ * ((1 - goal_.evenness) * rank + goal_.evenness * per_rank_ * stage);
+    }
 
     // Cuts at equal shares of the plain cost, each stage at least one unit.
     Cuts even() const {
@@ -132,17 +135,18 @@ class Search {
     Score judge(const Loads& loads) {
         rank_cost_.assign(ranks_, 0);
         rank_memory_.assign(ranks_, 0);
-        double sum = 0, excess = 0;
+        double sum = 0, excess = 0, dearest = 0;
         for (int stage = 0; stage < goal_.stages; ++stage) {
             const double cost = costs_.plain(loads.time[stage], loads.memory[stage]);
             rank_cost_[goal_.ranks[stage]] += cost;
             rank_memory_[goal_.ranks[stage]] += loads.memory[stage];
             sum += cost;
+            dearest = std::max(dearest, cost);
         }
         for (double bytes : rank_memory_)  // a limit that is met to rounding is met
             if (bytes > goal_.memory_limit * (1 + kSlack)) excess += bytes - goal_.memory_limit;
         const double max = *std::max_element(rank_cost_.begin(), rank_cost_.end());
-        return {excess, objective(sum, max) + costs_.tie_charge(loads.tied)};
+        return {excess, objective(sum, max, dearest) + costs_.tie_charge(loads.tied)};
     }
 
     void consider(const Cuts& cuts) {
@@ -194,7 +198,7 @@ class Search {
     // Iterated local search: throws a few cuts of the best elsewhere and descends again.
     void perturb() {
         const double whole = costs_.plain(time_before_[size_], memory_before_[size_]);
-        const double ideal = objective(whole, whole / ranks_);
+        const double ideal = objective(whole, whole / ranks_, whole / goal_.stages);
         std::uint64_t state = 1;
         const auto random = [&](int below) {  // Knuth's MMIX generator, its upper bits
             state = state * 6364136223846793005u + 1442695040888963407u;
@@ -219,11 +223,11 @@ class Search {
         cost_.assign(ranks_, 0);
         bytes_.assign(ranks_, 0);
         nodes_ = kNodes;
-        extend(0, 0, 0);
+        extend(0, 0, 0, 0);
         return nodes_ > 0;
     }
 
-    void extend(int begin, double sum, double max) {
+    void extend(int begin, double sum, double max, double dearest) {
         const int stage = static_cast<int>(cuts_.size()), left = goal_.stages - stage - 1;
         const int rank = goal_.ranks[stage];
         const double cost_before = cost_[rank], bytes_before = bytes_[rank];
@@ -241,10 +245,12 @@ class Search {
             const double slowest = std::max(max, cost_[rank]), all = sum + cost + rest;
             if (bytes_[rank] > goal_.memory_limit * (1 + kSlack)) break;
             // All that enters here only grows with the interval: what is too dear stays so.
-            const double bound = objective(all, std::max(slowest, all / ranks_));
+            const double stage_max = std::max(dearest, cost);
+            const double bound =
+                objective(all, std::max(slowest, all / ranks_), std::max(stage_max, all / goal_.stages));
             if (best_score_.excess == 0 && bound >= best_score_.objective * (1 - kSlack)) break;
             if (left > 0)
-                extend(walk.end, sum + cost, slowest);
+                extend(walk.end, sum + cost, slowest, stage_max);
             else if (walk.end == size_)
                 consider(cuts_);
         }

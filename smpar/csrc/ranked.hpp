@@ -8,6 +8,7 @@
 
 namespace smpar {
 
+// With `goal.evenness` e the pace is (1 - e) * max over ranks + e * v * max over stages of c; with e = 0:
 // Minimises sum(c) / v + (microbatches - 1 / v) * max over ranks of the sum of c of its stages + ties, where
 // v is stages per rank. `start`: cuts to be no worse than, where they keep within the memory limit. The
 // result is an optimum if a branch and bound ends within its budget, else the best of a local search; the

@@ -69,6 +69,10 @@ class StageChannels:
         with self._spans.send(f"send to rank {peer}", flow=f"{self._rank}>{peer}#{number}", bytes=size):
             self._channels.send(peer, tensor)
 
+    def received(self, dst: int, count: int) -> None:
+        """``dst`` has received the first ``count`` sends of this step."""
+        self._channels.received(self._ranks[dst], count)
+
     def finish(self) -> None:
         """Wait until all sends are received."""
         with self._spans.wait("wait for sends to be received"):

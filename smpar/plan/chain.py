@@ -49,6 +49,7 @@ class Goal:
         memory_weight: 0 balances time only, 1 memory only.
         memory_limit: bytes that a rank may hold, or None.
         ranks: of the stages, by the rank that holds them; empty if stage ``k`` is alone on rank ``k``.
+        evenness: between 0 and 1, the part of the pace that the dearest stage sets instead of the dearest rank.
     """
 
     stages: int
@@ -56,6 +57,7 @@ class Goal:
     memory_weight: float = 0.0
     memory_limit: float | None = None
     ranks: tuple[int, ...] = ()
+    evenness: float = 0.0
 
     def per_rank(self, of_stages: Sequence[float]) -> tuple[float, ...]:
         """Sums over each rank's stages."""
@@ -118,6 +120,8 @@ def check(units: Sequence[UnitCost], edges: Sequence[Edge], ties: Sequence[Tie],
         )
     if not 0.0 <= goal.memory_weight <= 1.0:
         raise PlanError("memory_weight lies between 0 and 1", f"memory_weight={goal.memory_weight}", "0 is time only")
+    if not 0.0 <= goal.evenness <= 1.0:
+        raise PlanError("evenness lies between 0 and 1", f"evenness={goal.evenness}", "0 is ranks only")
     if goal.memory_limit is not None:
         _check_number(goal.memory_limit, "memory_limit")
     for unit in units:

@@ -104,11 +104,13 @@ def _gather(world: World, numbers: list[int]) -> list[list[int]]:
 def _lines(programs: Sequence[MicrobatchProgram] | None, layout: Layout) -> list[str]:
     if programs is None:
         return ["program order"]
-    return [line for program in dict.fromkeys(programs) for line in _program_lines(program, layout)]
+    lines = [line for program in dict.fromkeys(programs) for line in _program_lines(program, layout)]
+    # Schedules follow the costs: where these differ, ranks would take each other's messages for others of their size.
+    return lines + [f"costs of {segment}" for program in dict.fromkeys(programs) for segment in program.shape.segments]
 
 
 def _program_lines(program: MicrobatchProgram, layout: Layout) -> list[str]:
-    lines = [f"costs {[(s.forward, s.backward, s.weight, s.saved) for s in program.shape.segments]}"]  # order actions
+    lines: list[str] = []
     for event in program.events:
         if not isinstance(event, Event):
             lines.append("model.backward")

@@ -16,7 +16,7 @@ from smpar.runtime import backward
 from smpar.runtime.coroutine import Forward
 from smpar.runtime.reducer import Reducer
 from smpar.runtime.wires import Channels, Inbox, LiveWire, ReplayWire, send
-from smpar.schedule import Action, Kind, Message, Schedule, channel_order, lower, message_of
+from smpar.schedule import Action, Kind, Message, Schedule, channel_order, lower, message_of, received_before
 from smpar.stage.explorer import Explorer
 from smpar.stage.layout import Layout
 from smpar.stage.record import MicrobatchProgram
@@ -53,6 +53,10 @@ class Timetable:
                 needs.append(tuple(waiting))
                 waiting = []
         return tuple(needs)
+
+    @functools.cached_property
+    def done(self) -> dict[Message, int]:
+        return received_before(self.schedule, [p.shape for p in self.programs], self.rank)
 
     @functools.cached_property
     def last(self) -> tuple[bool, ...]:
@@ -108,7 +112,7 @@ class Executor:
     ) -> list[Any]:
         """Run a step by its timetable; returns the step function's results by microbatch."""
         programs = timetable.programs
-        inbox = Inbox(self.channels, timetable.incoming, programs)
+        inbox = Inbox(self.channels, timetable.incoming, programs, timetable.done)
         runs: list[Replay] = []
         forwards: list[Forward] = []
         for i, (args, kwargs) in enumerate(batch.calls):
@@ -130,7 +134,7 @@ class Executor:
                     self.reducer.before(final)
                 with self.spans.action(action):
                     if action.kind is Kind.F:
-                        forwards[action.microbatch].advance()
+                        self._forward(runs[action.microbatch], forwards[action.microbatch])
                     elif action.kind is Kind.W:
                         backward.of_weights(runs[action.microbatch].products.pop(action.segment))
                     else:
@@ -141,7 +145,7 @@ class Executor:
                     runs[action.microbatch].release()
             for run, forward in zip(runs, forwards, strict=True):
                 if not forward.done:  # nothing of this microbatch runs here
-                    forward.advance()
+                    self._forward(run, forward)
                 run.end()
         finally:
             for run, forward in zip(runs, forwards, strict=True):
@@ -186,13 +190,18 @@ class Executor:
             for rank in range(self.layout.size)
         )
         timetable = Timetable(Schedule("program order", ranks), tuple(programs), self.rank)
-        inbox = Inbox(self.channels, timetable.incoming, programs)
+        inbox = Inbox(self.channels, timetable.incoming, programs, timetable.done)
         for action in timetable.actions:
             with self.spans.action(action):
                 self._backward(runs[action.microbatch], programs[action.microbatch], action, inbox)
         for run in runs:
             run.release()
         return results, programs
+
+    def _forward(self, run: Replay, forward: Forward) -> None:
+        forward.advance()
+        if forward.done:
+            run.ended(forward.result, run.program.shape.backward)
 
     def _backward(self, run: Run, program: MicrobatchProgram, action: Action, inbox: Inbox) -> None:
         """Backward of one segment: once through its graph, from its outputs to its leaves; perhaps without weights."""
@@ -209,7 +218,7 @@ class Executor:
             if grad is not None:
                 before = grads.get(flow.tensor)
                 grads[flow.tensor] = grad if before is None else before + grad
-        edges = [run.outputs[tensor] for tensor in grads]
+        edges = [run.outputs.pop(tensor) for tensor in grads]
         starts = list(grads.values())
         for edge, start in run.roots.pop(segment, ()):
             edges.append(edge)

@@ -38,6 +38,8 @@ _LINKS = {"cpu": (1.5e9, 6e-5), "cuda": (5e10, 1e-5)}
 _GOOD = 1.05
 # ... and take a finer set of units only if it gains this much.
 _GAIN = 0.97
+# What the dearest of virtual stages counts beside the dearest rank (see `smpar.plan.partition`).
+_EVEN = 0.4
 
 
 @contextlib.contextmanager
@@ -373,7 +375,7 @@ def _cut(seen: Explored, goal: Goal, pins: dict[nn.Module, int]) -> tuple[Partit
     ]
     units = [costs[i] for i in free]
     weight = goal.memory_weight
-    found = best_cuts(units, edges, ties, goal.stages, goal.microbatches, weight, ranks=goal.ranks)
+    found = best_cuts(units, edges, ties, goal.stages, goal.microbatches, weight, ranks=goal.ranks, evenness=_EVEN)
     stage_of = [0] * len(seen.modules)
     for new, old in enumerate(free):
         stage_of[old] = sum(new >= cut for cut in found.cuts) - 1

@@ -25,6 +25,8 @@ class Channels(Protocol):
 
     def send(self, dst: int, tensor: torch.Tensor) -> None: ...
 
+    def received(self, dst: int, count: int) -> None: ...
+
     def finish(self) -> None: ...
 
 
@@ -36,6 +38,9 @@ class NoChannels:
 
     def send(self, dst: int, tensor: torch.Tensor) -> NoReturn:
         raise AssertionError(f"a pipeline of one rank sends to rank {dst}")
+
+    def received(self, dst: int, count: int) -> None:
+        pass
 
     def finish(self) -> None:
         pass
@@ -91,11 +96,17 @@ class Inbox:
     Args:
         orders: sender's rank -> its messages to this one, first in first out.
         programs: by microbatch.
+        done: message -> how many of this rank's own to its sender are received when it comes.
     """
 
     def __init__(
-        self, channels: Channels, orders: Mapping[int, Sequence[Message]], programs: Sequence[MicrobatchProgram]
+        self,
+        channels: Channels,
+        orders: Mapping[int, Sequence[Message]],
+        programs: Sequence[MicrobatchProgram],
+        done: Mapping[Message, int],
     ) -> None:
+        self._done = done
         self._channels = channels
         self._programs = programs
         self._expected = {src: deque(messages) for src, messages in orders.items()}
@@ -123,6 +134,7 @@ class Inbox:
         tensor, pending = self._posted.pop(message)
         if pending is not None:
             pending.wait()
+            self._channels.received(self._source[message], self._done[message])
         return tensor
 
 

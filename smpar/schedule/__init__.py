@@ -8,7 +8,7 @@ from smpar.schedule.actions import Action, Kind, Schedule
 from smpar.schedule.chains import gpipe, interleaved_1f1b, one_f_one_b
 from smpar.schedule.check import check
 from smpar.schedule.draw import draw_svg, draw_text
-from smpar.schedule.lower import Message, channel_order, lower, message_of
+from smpar.schedule.lower import Message, channel_order, lower, message_of, received_before
 from smpar.schedule.memory import Step, held, memory
 from smpar.schedule.orders import (
     fill_drain,
@@ -52,6 +52,7 @@ __all__ = [
     "message_of",
     "one_f_one_b",
     "placement",
+    "received_before",
     "split_schedule",
     "times",
     "virtual_stages_of",

@@ -72,6 +72,32 @@ def channel_order(schedule: Schedule, programs: Sequence[Program]) -> dict[tuple
     return {channel: tuple(messages) for channel, messages in channels.items()}
 
 
+def received_before(schedule: Schedule, programs: Sequence[Program], rank: int) -> dict[Message, int]:
+    """For each message to `rank`: how many messages of `rank` its sender surely had received before it sent it.
+
+    So a message tells which of one's own are done with, without being asked: those for earlier actions of its sender.
+    Messages of no bytes are not counted, as nothing is sent for them.
+
+        rank 0 | 0F0 0SA0 ──▶ 1RA0 1F0 1B0 1SG0 ──▶ 0RG0 ...      when the gradient comes, the activation is done with
+
+    Args:
+        schedule: forwards and backwards only, one that `smpar.schedule.check` accepts.
+        programs: one per microbatch; segments are the same in all.
+        rank: the receiver.
+    """
+    done: dict[Message, int] = {}
+    for actions in lower(schedule, programs).ranks:
+        settled = begun = asked = 0  # for actions before the present one, up to the present one, and up to the next
+        for action in actions:
+            if not action.kind.is_message:
+                settled, begun = begun, asked
+            elif action.peer == rank and action.kind.is_send:
+                done[message_of(action)] = settled
+            elif action.peer == rank:
+                asked += programs[action.microbatch].flows[action.flow].nbytes > 0
+    return done
+
+
 def message_of(action: Action) -> Message:
     """The message of which a lowered send or receive is one end."""
     activation = action.kind in (Kind.SEND_ACTIVATION, Kind.RECV_ACTIVATION)

@@ -271,6 +271,20 @@ class Run(abc.ABC):
                     start = torch.full_like(root.value, self.share, requires_grad=False)
                     self.roots.setdefault(root.segment, []).append((get_gradient_edge(root.value), start))
 
+    def ended(self, result: Any, backward: bool) -> None:
+        """The step function has returned: let go of what only its glue could ask for.
+
+        Args:
+            result: what it returned.
+            backward: whether the microbatch has a backward, so that the graph behind the result is the schedule's.
+        """
+        for held in (self.attributes, self._received, self._parameters):
+            held.clear()
+        if backward:
+            for tensor in tree.tensors(result):
+                if type(tensor) is StageTensor and tensor.value is not None:
+                    tensor.value = tensor.value.detach()
+
     def release(self) -> None:
         """Let go of all tensors: the microbatch has nothing more to do on this rank."""
         for held in (self.attributes, self._received, self._parameters, self.leaves, self.outputs, self.roots,

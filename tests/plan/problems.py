@@ -19,6 +19,7 @@ class Problem(NamedTuple):
     memory_weight: float
     memory_limit: float | None
     ranks: tuple[int, ...] = ()
+    evenness: float = 0.0
 
 
 def loop(ranks: int, per_rank: int) -> tuple[int, ...]:
@@ -40,7 +41,7 @@ def shared(rng: random.Random, most_units: int = 10) -> Problem:
             limit = None
             if p.memory_limit is not None:
                 limit = rng.uniform(0.9, 1.8) * sum(u.memory for u in p.units) / (1 + max(ranks))
-            return p._replace(stages=len(ranks), ranks=ranks, memory_limit=limit)
+            return p._replace(stages=len(ranks), ranks=ranks, memory_limit=limit, evenness=rng.choice((0.0, 0.4, 1.0)))
 
 
 def problem(rng: random.Random, most_units: int = 11, most_stages: int = 5) -> Problem:
@@ -107,7 +108,8 @@ def true_objective(p: Problem, cuts: tuple[int, ...]) -> Fraction | None:
     by_memory = w / whole_memory if whole_memory else Fraction(0)
     cost = [by_time * t + by_memory * m for t, m in zip(time, memory, strict=True)]
     v = Fraction(p.stages, len(ranks))
-    pace = max(of_rank(r, cost) for r in ranks)
+    even = Fraction(p.evenness)
+    pace = (1 - even) * max(of_rank(r, cost) for r in ranks) + even * v * max(cost)
     return sum(cost, Fraction(0)) / v + (p.microbatches - 1 / v) * pace + by_time * tied
 
 

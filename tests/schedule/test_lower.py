@@ -19,10 +19,12 @@ from smpar.schedule import (
     Schedule,
     Segment,
     channel_order,
+    list_schedule,
     lower,
     make_schedule,
     message_of,
     one_f_one_b,
+    received_before,
 )
 
 from .programs import chain, random_program
@@ -144,3 +146,43 @@ def test_actions_read_back(text: str) -> None:
 def test_other_texts_are_no_actions(text: str) -> None:
     with pytest.raises(Exception, match="an action is written"):
         Action.parse(text)
+
+
+def test_a_gradient_tells_that_its_activation_was_received() -> None:
+    """1F1B: when rank 0 gets the k-th gradient, rank 1 has begun k + 1 forwards; its activations come without a hint
+    of the gradient that the same action waits for, only of those before it."""
+    chain = Program(2, (Segment(0, 0), Segment(1, 1)), (Flow(0, 0, 0, 1, 8),))
+    schedule = one_f_one_b(chain, 4)
+    here = received_before(schedule, [chain] * 4, 0)
+    assert here == {Message("gradient", 0, k): k + 1 for k in range(4)}
+    there = received_before(schedule, [chain] * 4, 1)
+    assert there == {Message("activation", 0, k): max(0, k - 1) for k in range(4)}
+
+
+def test_messages_without_bytes_are_not_counted() -> None:
+    chain = Program(2, (Segment(0, 0), Segment(1, 1)), (Flow(0, 0, 0, 1, 0), Flow(1, 0, 0, 1, 8)))
+    assert set(received_before(one_f_one_b(chain, 3), [chain] * 3, 0).values()) == {1, 2, 3}
+
+
+def test_what_counts_as_received_was_received(seed: int) -> None:
+    """On random programs: run the lowered ranks in random order; a message never claims more than has been taken."""
+    draw = random.Random(seed)
+    for _ in range(30):
+        program = random_program(draw)
+        count = draw.randint(1, 5)
+        schedule = list_schedule(program, count)
+        claims = [received_before(schedule, [program] * count, rank) for rank in range(program.size)]
+        queues = [list(actions) for actions in lower(schedule, [program] * count).ranks]
+        sent: set[tuple[int, int, Message]] = set()
+        begun: dict[tuple[int, int], int] = {}  # (receiver, sender) -> messages that actions have waited for
+        while any(queues):
+            rank = draw.choice([r for r, queue in enumerate(queues) if queue])
+            action = queues[rank][0]
+            if action.kind.is_message and not action.kind.is_send:
+                if (action.peer, rank, message_of(action)) not in sent:
+                    continue
+                begun[rank, action.peer] = begun.get((rank, action.peer), 0) + (program.flows[action.flow].nbytes > 0)
+            elif action.kind.is_send:
+                sent.add((rank, action.peer, message_of(action)))
+                assert claims[action.peer][message_of(action)] <= begun.get((rank, action.peer), 0)
+            queues[rank].pop(0)

@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import smpar
+from smpar.plan.chain import UnitCost
+from smpar.plan.partition import partition
 from smpar.runtime.partitioning import Explored, Goal, _cut, unit_costs
 from smpar.stage.layout import Layout
 from smpar.trace.graph import ModuleGraph, Unit
@@ -71,7 +73,7 @@ def test_each_microbatch_but_the_first_adds_its_gradients(microbatches: int, add
 
 
 def test_stages_that_share_a_rank_are_balanced_together() -> None:
-    """As in the drawing of `tests.plan.test_ranks`: loop and V cut at other places than one stage per rank."""
+    """Loop and V cut at other places than one stage per rank."""
     times = (1.0, 1.0, 3.0, 5.0, 1.0, 5.0)
     modules: list[nn.Module] = [nn.Identity() for _ in times]
     model = nn.Sequential(*modules)
@@ -80,8 +82,11 @@ def test_stages_that_share_a_rank_are_balanced_together() -> None:
     seen = Explored(ModuleGraph(units, (), ()), modules, {}, layout)
     stages = {ranks: _cut(seen, goal(8, ranks), {})[1] for ranks in ((0, 1, 2, 3), (0, 1, 0, 1), (0, 1, 1, 0))}
     assert stages[0, 1, 2, 3] == (0, 0, 0, 1, 2, 3)
-    assert stages[0, 1, 0, 1] == (0, 0, 1, 2, 2, 3)
-    assert stages[0, 1, 1, 0] == (0, 0, 1, 2, 3, 3)
+    costs = [UnitCost(str(i), t, 0.0) for i, t in enumerate(times)]
+    for ranks in ((0, 1, 0, 1), (0, 1, 1, 0)):
+        cuts = partition(costs, [], [], 4, 8, ranks=ranks, evenness=0.4).cuts
+        assert stages[ranks] == tuple(sum(i >= c for c in cuts) - 1 for i in range(6))
+        assert stages[ranks] != stages[0, 1, 2, 3]
 
 
 def test_goals_of_one_stage_per_rank_and_of_several() -> None:

@@ -1,0 +1,96 @@
+"""Runs random programs in one process and over a pipeline; many in one process group, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import smpar as smp
+from smpar.config import Config
+from tests.programs.programs import Program, build, data, draw
+
+STEPS, SAMPLES, MICROBATCHES = 2, 7, 3  # seven samples: microbatches are uneven
+TOLERANCE = 1e-10
+
+Gradients = dict[str, Tensor | None]
+Seen = list[tuple[list[list[Tensor]], Gradients]]  # by step: results by microbatch, gradients
+
+
+def _gradients(named: Any) -> Gradients:
+    return {n: None if p.grad is None else p.grad.clone() for n, p in named}
+
+
+def alone(program: Program) -> Seen:
+    """In plain PyTorch, microbatch by microbatch."""
+    model, seen = build(program), []
+    for step in range(STEPS):
+        model.zero_grad()
+        results = []
+        for parts in zip(*(t.tensor_split(MICROBATCHES) for t in data(program, step, SAMPLES)), strict=True):
+            losses, returned = model(*parts)
+            torch.autograd.backward([loss * (len(parts[0]) / SAMPLES) for loss in losses])
+            results.append([t.detach().clone() for t in (*losses, *returned)])
+        seen.append((results, _gradients(model.named_parameters())))
+    return seen
+
+
+def piped(program: Program) -> Seen:
+    """Under smpar, which is initialised."""
+    module, seen = build(program), []
+    model = smp.DistributedModel(module)
+    for unit, home in zip(module.units, program.homes, strict=True):
+        smp.set_partition(unit, home)
+
+    @smp.step
+    def step_function(model: Any, *inputs: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        losses, returned = model(*inputs)
+        model.backward(losses)
+        return losses, returned
+
+    for step in range(STEPS):
+        for p in model.parameters():
+            p.grad = None
+        losses, returned = step_function(model, *data(program, step, SAMPLES))
+        results = [[out.outputs[i] for out in (*losses, *returned)] for i in range(MICROBATCHES)]
+        seen.append((results, _gradients(model.local_named_parameters())))
+    return seen
+
+
+def run_all(config: dict[str, Any], numbers: Sequence[int]) -> list[str]:
+    """Runs the programs of these numbers over the pipeline; what differs from one process, in words."""
+    smp.init({"microbatches": MICROBATCHES, "auto_partition": False, "default_partition": 0, **config})
+    stages = Config.from_dict(config).stages
+    found: list[str] = []
+    for number in numbers:
+        program = draw(number, stages)
+        try:
+            found += [f"{line}\n{program}" for line in differences(piped(program), alone(program))]
+        except Exception as error:
+            error.add_note(f"{program}")
+            raise
+    return found
+
+
+def differences(got: Seen, want: Seen) -> list[str]:
+    """What differs in results, or in gradients of parameters that this rank has."""
+    found = []
+    for step, ((results, gradients), (right, expected)) in enumerate(zip(got, want, strict=True)):
+        for i, (a, b) in enumerate(zip(results, right, strict=True)):
+            found += [
+                f"step {step}, microbatch {i}, result {k}: off by {float((x - y).abs().max()):.1e}"
+                for k, (x, y) in enumerate(zip(a, b, strict=True))
+                if not torch.allclose(x, y, rtol=TOLERANCE, atol=TOLERANCE)
+            ]
+        for name, gradient in gradients.items():
+            other = expected[name]
+            if (gradient is None) != (other is None):
+                # one process gives zeros where nothing but a detached part depends on a parameter
+                if not all(g is None or not g.any() for g in (gradient, other)):
+                    found.append(f"step {step}: gradient of {name} is {'missing' if gradient is None else 'there'}")
+            elif gradient is not None and other is not None:
+                if not torch.allclose(gradient, other, rtol=TOLERANCE, atol=TOLERANCE):
+                    found.append(f"step {step}: gradient of {name} off by {float((gradient - other).abs().max()):.1e}")
+    return found
