@@ -314,7 +314,8 @@ class Run(abc.ABC):
             return
         value = next(t for t in leaves if type(t) is StageTensor and t.ident == flow.tensor).value
         assert value is not None
-        if value.requires_grad:
+        # a view of a parameter made under no_grad requires gradients, but has no node, and nothing flows back to it
+        if value.requires_grad and (value.grad_fn is not None or torch.is_grad_enabled()):
             self.outputs[flow.tensor] = get_gradient_edge(value)
         target = self._rank_of(flow.target)
         if flow.forward and target != self.rank:

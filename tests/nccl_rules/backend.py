@@ -155,8 +155,10 @@ class Communicator(dist.ProcessGroup):
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Operation:  # type: ignore[override]
         return self.allreduce(tensors, opts)
 
-    def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> Operation:  # type: ignore[override]
-        root = opts.rootRank if opts is not None else 0
+    def broadcast(self, tensors: Any, opts: Any = None) -> Operation:  # type: ignore[override]
+        if isinstance(tensors, torch.Tensor):  # the short form: a tensor and the root's rank
+            tensors = [tensors]
+        root = opts if isinstance(opts, int) else opts.rootRank if opts is not None else 0
 
         def move() -> None:
             options = dist.BroadcastOptions()

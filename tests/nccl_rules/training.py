@@ -88,7 +88,8 @@ class Tied(Chain):
 
     def forward(self, x: Tensor, step: int) -> Tensor:
         x = super().forward(x * self.late if step else x, step)
-        return F.linear(x, self.layers[1][0].weight) * self.late  # type: ignore[index, arg-type]
+        weight = self.layers[1][0].weight.view(-1).view(WIDTH, WIDTH)  # type: ignore[index, union-attr, operator]
+        return F.linear(x, weight) * self.late
 
 
 class Dynamic(Chain):

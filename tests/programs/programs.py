@@ -1,12 +1,12 @@
 """Random programs: a number gives a graph of small modules and glue, printed as the code it stands for.
 
-    r0, r1 = inputs
-    r2 = u3(r0)                     unit 3, on a stage of its own choice
-    r3 = r2 * 1.0
-    r4 = r3[:, 1:3]
-    r4.mul_(0.5)                    in place, through a view
-    r5 = u3(r2 + r3).detach()       unit 3 again
-    backward(r5.square().mean())
+r0, r1 = inputs
+r2 = u3(r0)                     unit 3, on a stage of its own choice
+r3 = r2 * 1.0
+r4 = r3[:, 1:3]
+r4.mul_(0.5)                    in place, through a view
+r5 = u3(r2 + r3).detach()       unit 3 again
+backward(r5.square().mean())
 """
 
 from __future__ import annotations
@@ -300,9 +300,7 @@ def draw(number: int, stages: int) -> Program:
 def data(program: Program, step: int, samples: int) -> tuple[Tensor, ...]:
     """A step's inputs, ``[samples, WIDTH]`` each, float64."""
     generator = torch.Generator().manual_seed(program.number % 2**31 + step)
-    return tuple(
-        torch.randn(samples, WIDTH, dtype=torch.float64, generator=generator) for _ in range(program.inputs)
-    )
+    return tuple(torch.randn(samples, WIDTH, dtype=torch.float64, generator=generator) for _ in range(program.inputs))
 
 
 def build(program: Program) -> Interpreter:
