@@ -16,6 +16,7 @@ gradients needs no setting aside.
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
@@ -49,6 +50,10 @@ class _Listener:
                 self.told(index)
 
         return accumulated
+
+
+def _tied(ties: Ties | None) -> Sequence[nn.Parameter]:
+    return () if ties is None else (*ties.parameters, *ties.owned)
 
 
 class Reducer:
@@ -183,7 +188,12 @@ class Reducer:
         """Lay out the buckets of these parameters, unless they are laid out already; see `step`."""
         if parameters is self._given and ties is self._ties:
             return
+        known = self._given
+        same = known is not None and len(known) == len(parameters) and all(map(operator.is_, known, parameters))
+        same = same and [id(p) for p in _tied(ties)] == [id(p) for p in _tied(self._ties)]
         self._given, self._ties = parameters, ties
+        if same:
+            return
         self._parameters = [p for p in parameters if p.numel()]
         self._index = {id(p): i for i, p in enumerate(self._parameters)}
         self._settled = not self._overlap or not self._reduces

@@ -117,6 +117,21 @@ def test_buckets_are_reduced_inside_the_window_once_it_is_known(seed: int) -> No
         assert group.log == [17, 13, 9, 5, "window ends", *["wait"] * 4]
 
 
+def test_another_list_of_the_same_parameters_changes_nothing(seed: int) -> None:
+    """Else a replica that alone evaluates in between would order its buckets anew, and meet the others in disorder."""
+    torch.manual_seed(seed)
+    group, reducer, model, parameters = made(4, cap=1)
+    step(reducer, model, parameters)
+    group.log.clear()
+    model.zero_grad()
+    step(reducer, model, list(parameters))
+    assert group.log == [17, 13, 9, 5, "window ends", *["wait"] * 4]
+    group.log.clear()
+    model.zero_grad()
+    step(reducer, model, parameters[:3])  # fewer: laid out and learnt again
+    assert group.log == ["window ends", 13, 9, 5, *["wait"] * 4]
+
+
 def test_a_bucket_never_overtakes_another(seed: int) -> None:
     """A step leaves out the third weight: its bucket and those after it wait for the end."""
     torch.manual_seed(seed)
