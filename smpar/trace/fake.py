@@ -207,7 +207,7 @@ class FakeRunner:
                 result, attributes, leaves, fakes, versions, watch, count.calls, sum(saved.values())
             )
             outcome = dataclasses.replace(outcome, mutates=mutates, keeps=keeps)
-            del result, attributes, leaves, fakes, a, k, left
+            del result, attributes, leaves, fakes, a, k, left, filled, changed
             snapshot.restore()
             watch.forget()
             for box in boxes:
