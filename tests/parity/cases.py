@@ -193,7 +193,7 @@ CASES: dict[str, Case] = {
     "bf16_autocast_boundary": Case(
         "The caller's autocast holds on every stage; cuts carry the dtypes of a single process.",
         partial(seeded, models.Dtypes, dtype=torch.float32), partial(points, salt=13, dtype=torch.float32), mse, (2, 4),
-        autocast=torch.bfloat16, tolerance=2e-2,
+        most=4, autocast=torch.bfloat16, tolerance=2e-2,
     ),
     "resume_new_partition": Case(
         "Training goes on from whole state dicts under another degree, optimizer and schedule included.",
