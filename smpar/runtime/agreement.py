@@ -110,7 +110,7 @@ def _lines(programs: Sequence[MicrobatchProgram] | None, layout: Layout) -> list
 
 
 def _program_lines(program: MicrobatchProgram, layout: Layout) -> list[str]:
-    lines: list[str] = []
+    lines = [f"state in {program.in_turn}"] if program.in_turn else []
     for event in program.events:
         if not isinstance(event, Event):
             lines.append("model.backward")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import logging
 import zlib
@@ -29,7 +30,7 @@ from smpar.runtime.planning import explore
 from smpar.runtime.reducer import Reducer
 from smpar.runtime.ties import Ties
 from smpar.runtime.wires import NoChannels, buffer_for, pack, receive, send
-from smpar.schedule import make_schedule, placement
+from smpar.schedule import in_turn, make_schedule, placement
 from smpar.stage.explorer import ValueNeeded
 from smpar.stage.layout import Late, Layout
 from smpar.stage.record import MicrobatchProgram
@@ -61,6 +62,11 @@ class _Recent(OrderedDict[Any, Any]):
         self[key] = value
         if len(self) > _REMEMBERED:
             self.popitem(last=False)
+
+
+@functools.cache
+def _say_once(warning: str) -> None:
+    log.warning(warning)
 
 
 def _few(names: list[str]) -> str:
@@ -358,9 +364,17 @@ class Pipeline:
             shape = programs[0].shape
             if any(p.shape.backward for p in programs):
                 shape = dataclasses.replace(shape, backward=True)
-            schedule = make_schedule(
-                self.config.pipeline, shape, len(programs), active=self.config.active_microbatches or None
-            )
+            state = next((p.in_turn for p in programs if p.in_turn), "")
+            if state:
+                _say_once(
+                    f"smpar: microbatches run one after the other, not as the schedule {self.config.pipeline!r} has "
+                    f"them, since Python keeps a state between parts of a step: {state}"
+                )
+                schedule = in_turn(shape, len(programs))
+            else:
+                schedule = make_schedule(
+                    self.config.pipeline, shape, len(programs), active=self.config.active_microbatches or None
+                )
             found = Timetable(schedule, programs, self.rank)
             self._timetables.keep(key, found)
         return found

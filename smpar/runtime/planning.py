@@ -16,7 +16,7 @@ from smpar.stage.split import Call
 from smpar.stage.units import marked
 from smpar.trace import tree
 from smpar.trace.graph import Link, ModuleGraph, Unit, parameter_bytes, shared_parameters
-from smpar.trace.outcomes import Outcomes
+from smpar.trace.outcomes import Outcomes, flags
 
 
 def explore(
@@ -34,22 +34,37 @@ def explore(
     Raises:
         ValueNeeded: glue asks for the data of a stage tensor.
     """
+    run = _explore(fn, call, model, layout, outcomes, seed)
+    program = run.finish()
+    if program.in_turn:  # perhaps only flags of something done once, which has been done now
+        run = _explore(fn, call, model, layout, outcomes, seed)
+        program = run.finish()
+    return program, run.reads
+
+
+def _explore(
+    fn: Callable[..., Any], call: Call, model: nn.Module, layout: Layout, outcomes: Outcomes, seed: int
+) -> Explorer:
     snapshot = tree.Snapshot(depth=2)
     for module in layout.split:
         snapshot.add(module)
     buffers = [(b, b.clone()) for m in layout.split for b in m.buffers(recurse=False)]
     random = torch.get_rng_state()
+    modules = list(model.modules())
+    modes, versions = flags(modules), [b._version for b, _ in buffers]
     run = Explorer(layout, outcomes, seed)
+    run.changed = lambda: flags(modules) != modes or [b._version for b, _ in buffers] != versions or snapshot.differs()
     try:
         with marked(layout, inside=True), patched():
             run.call(fn, *call)
+            run.finish_state()
     finally:
         snapshot.restore()
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
         torch.set_rng_state(random)
-    return run.finish(), run.reads
+    return run
 
 
 def graph_of(program: MicrobatchProgram, layout: Layout) -> tuple[ModuleGraph, list[nn.Module], dict[int, int]]:

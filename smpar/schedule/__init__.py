@@ -12,6 +12,7 @@ from smpar.schedule.lower import Message, channel_order, lower, message_of, rece
 from smpar.schedule.memory import Step, held, memory
 from smpar.schedule.orders import (
     fill_drain,
+    in_turn,
     list_schedule,
     make_schedule,
     placement,
@@ -43,6 +44,7 @@ __all__ = [
     "fill_drain",
     "gpipe",
     "held",
+    "in_turn",
     "interleaved_1f1b",
     "list_schedule",
     "lower",

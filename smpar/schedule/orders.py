@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from smpar.errors import ScheduleError, ScheduleNameError
-from smpar.schedule.actions import Schedule
+from smpar.schedule.actions import Action, Kind, Schedule
 from smpar.schedule.chains import (
     gpipe,
     interleaved_1f1b,
@@ -72,6 +72,34 @@ def fill_drain(program: Program, microbatches: int, transfer_seconds: Transfer =
     """
     require_microbatches(microbatches)
     return greedy("fill_drain", program, microbatches, microbatches, transfer_seconds, drain=True)
+
+
+def in_turn(program: Program, microbatches: int) -> Schedule:
+    """Any program: the forward of one microbatch ends on a rank before the next one's starts; then all backwards.
+
+    For programs whose Python keeps a state from segment to segment, so that microbatches must not mix:
+
+        rank 0   0F0 2F0 0F1 2F1 ... 2B1 0B1 2B0 0B0
+        rank 1     1F0     1F1   ...   1B1     1B0
+
+    Raises:
+        ScheduleError: `microbatches` is below one.
+    """
+    require_microbatches(microbatches)
+    count = range(microbatches)
+    return Schedule(
+        "in turn",
+        tuple(
+            tuple(Action(Kind.F, s.index, i) for i in count for s in program.of_rank(rank))
+            + tuple(
+                Action(Kind.B, s.index, i)
+                for i in reversed(count)
+                for s in reversed(program.of_rank(rank))
+                if program.backward
+            )
+            for rank in range(program.size)
+        ),
+    )
 
 
 def make_schedule(name: str, program: Program, microbatches: int, active: int | None = None) -> Schedule:

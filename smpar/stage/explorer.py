@@ -41,9 +41,22 @@ class Explorer(Run):
         self.record = Recorder(layout.ranks)
         self.used: dict[int, set[int]] = {}
         self.reads = 0
+        self.in_turn = ""
+        self.changed: Callable[[], bool] = bool  # whether glue has changed the state of modules so far
+        self._last: dict[int, int] = {}  # rank -> its segment so far
+        self._keepers: dict[nn.Module, int] = {}  # units with a state -> the segment of their last call
+
+    def finish_state(self) -> None:
+        """Look at what the microbatch leaves behind, while it is still there."""
+        self._notice(len(self.record.segment_stage) > len(self._last))
 
     def finish(self) -> MicrobatchProgram:
-        return self.record.finish(self.used)
+        return self.record.finish(self.used, self.in_turn)
+
+    def _notice(self, between: bool) -> None:
+        """Where other microbatches may come in between, a state that glue leaves in modules would mix with theirs."""
+        if between and not self.in_turn and self.changed():
+            self.in_turn = "attributes, modes, lists, dicts or buffers of modules that are split over stages"
 
     def replicated(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if func in special.READS:
@@ -114,6 +127,12 @@ class Explorer(Run):
                 self._use(parameter, stage)
         record = self.record
         segment, flows = record.enter(stage, inputs)
+        rank = self.ranks[stage]
+        if self._last.setdefault(rank, segment) != segment:
+            self._last[rank] = segment
+            self._notice(True)
+        if outcome.keeps and self._keepers.setdefault(target, segment) != segment:
+            self.in_turn = self.in_turn or f"the state of {self.layout.name(target)}, which is called several times"
         record.seconds[segment] += outcome.cost.seconds
         record.saved[segment] += outcome.cost.saved
         outputs = tuple(

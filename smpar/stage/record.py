@@ -145,11 +145,12 @@ class Recorder:
     def flow_index(self, ident: int, segment: int) -> int:
         return self._flow_of[ident, segment]
 
-    def finish(self, parameters: dict[int, set[int]]) -> MicrobatchProgram:
+    def finish(self, parameters: dict[int, set[int]], in_turn: str = "") -> MicrobatchProgram:
         """Close the record.
 
         Args:
             parameters: id of each model parameter used in glue -> stages that read it.
+            in_turn: as in the program.
         """
         roots = {r for e in self.events if isinstance(e, Backward) for r in e.roots}
         live_uses = _live_uses(self.events, roots)
@@ -173,7 +174,7 @@ class Recorder:
             )
         )
         shape = Program(len(self.ranks), segments, flows, backward=bool(roots), ranks=self.ranks)
-        return MicrobatchProgram(tuple(self.events), shape, self.metas, parameters)
+        return MicrobatchProgram(tuple(self.events), shape, self.metas, parameters, in_turn)
 
 
 def _live_uses(events: Sequence[Event | Backward], roots: set[int]) -> set[tuple[int, int]]:
@@ -201,12 +202,17 @@ def _live_uses(events: Sequence[Event | Backward], roots: set[int]) -> set[tuple
 
 @dataclasses.dataclass(eq=False)
 class MicrobatchProgram:
-    """What one microbatch of an input signature does, on every stage."""
+    """What one microbatch of an input signature does, on every stage.
+
+    ``in_turn`` names Python state that passes from one segment to the next, or from a microbatch to the next, where
+    there is any: then the forward of one microbatch has to end before the next one starts, as in a single process.
+    """
 
     events: tuple[Event | Backward, ...]
     shape: Program
     metas: dict[int, Meta]
     parameters: dict[int, set[int]]
+    in_turn: str = ""
 
     @functools.cached_property
     def arrivals(self) -> dict[tuple[int, int], int]:

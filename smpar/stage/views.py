@@ -30,7 +30,8 @@ def family(tensor: StageTensor) -> list[StageTensor]:
 def together(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Tensors of the same values and layout as these, which share memory, in a buffer of their own.
 
-    Gradients reach each element by one way only: through the last of the tensors that has it and a gradient.
+    Gradients reach each element by one way only: through the first of the tensors that has it and a gradient. So what
+    is viewed comes before its views, which may have been made without gradient.
 
     Args:
         tensors: parts of one storage, detached; under a trace of one storage each.
@@ -44,7 +45,7 @@ def together(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     start = min(t.storage_offset() for t in tensors)
     end = max(t.storage_offset() + _span(t) for t in tensors)
     buffer = first.new_zeros(end - start)
-    for tensor in sorted(tensors, key=lambda t: t.requires_grad):
+    for tensor in sorted(reversed(tensors), key=lambda t: t.requires_grad):
         if tensor.numel():
             once = _once(tensor)
             buffer.as_strided(once.shape, once.stride(), tensor.storage_offset() - start).copy_(once)

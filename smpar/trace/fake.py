@@ -65,11 +65,11 @@ class FakeRunner:
     @contextlib.contextmanager
     def _twinned(
         self, module: torch.nn.Module
-    ) -> Iterator[tuple[Callable[[], list[tuple[int, str, torch.Tensor]]], Callable[[], bool]]]:
+    ) -> Iterator[tuple[Callable[[], list[tuple[int, str, torch.Tensor]]], Callable[[], bool], Callable[[], bool]]]:
         """Swap a module's parameters and buffers for fresh fake twins; attributes changed meanwhile are put back.
 
-        Gives two functions: one lists the tensors set as attributes so far, one says whether lists or dicts among
-        the attributes got any.
+        Gives three functions: one lists the tensors set as attributes so far, one says whether lists or dicts among
+        the attributes got any, one whether anything changed at all.
         """
         snapshot = tree.Snapshot()
         modules = list(module.modules())
@@ -92,6 +92,7 @@ class FakeRunner:
                         m._buffers[name] = fresh[id(b)]
             before = [{k: v for k, v in m.__dict__.items() if isinstance(v, torch.Tensor)} for m in modules]
             swapped = {id(d) for m in modules for d in (m._parameters, m._buffers)}
+            buffers = [(m, name, b, b._version) for m in modules for name, b in m._buffers.items() if b is not None]
             yield (
                 lambda: [
                     (i, name, value)
@@ -100,6 +101,10 @@ class FakeRunner:
                     if isinstance(value, FakeTensor) and old.get(name) is not value
                 ],
                 lambda: snapshot.gained(FakeTensor, swapped),
+                lambda: (
+                    any(m._buffers.get(name) is not b or b._version != v for m, name, b, v in buffers)
+                    or snapshot.differs(swapped)
+                ),
             )
         finally:
             for tensors, name, tensor in native:
@@ -181,8 +186,9 @@ class FakeRunner:
             with contextlib.ExitStack() as stack:
                 left: Callable[[], list[tuple[int, str, torch.Tensor]]] = list
                 filled: Callable[[], bool] = bool
+                changed: Callable[[], bool] = bool
                 if module is not None:
-                    left, filled = stack.enter_context(self._twinned(module))
+                    left, filled, changed = stack.enter_context(self._twinned(module))
                     stack.enter_context(replacing())
                     kept.update(self.twin(p).untyped_storage()._cdata for p in module.parameters())
                 stack.enter_context(self.mode)
@@ -193,15 +199,15 @@ class FakeRunner:
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda box: box[0]))
                 a, k = tree.unflatten(spec, fakes)
                 result = fn(*a, **k)
-                attributes, leaks = left(), filled()
+                attributes, leaks, keeps = left(), filled(), changed()
             mutates = _mutated(spec, fakes, (a, k))
             if mutates:
                 result = result, (a, k)
             outcome = self._outcome(
                 result, attributes, leaves, fakes, versions, watch, count.calls, sum(saved.values())
             )
-            outcome = dataclasses.replace(outcome, mutates=mutates)
-            del result, attributes, leaves, fakes, a, k, left
+            outcome = dataclasses.replace(outcome, mutates=mutates, keeps=keeps)
+            del result, attributes, leaves, fakes, a, k, left, filled, changed
             snapshot.restore()
             watch.forget()
             for box in boxes:

@@ -85,4 +85,5 @@ class Outcome:
     leaks: bool = False
     varies: bool = False
     mutates: bool = False  # it changes lists or dicts among its arguments; the result is (result, (args, kwargs)) then
+    keeps: bool = False  # the unit changes a state of its own: buffers, or other attributes
     borrowed: tuple[torch.nn.Parameter, ...] = ()  # parameters it uses that are neither its own nor arguments

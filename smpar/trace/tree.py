@@ -12,7 +12,7 @@ import dataclasses
 import enum
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from typing import Any
 
 import torch
@@ -321,6 +321,14 @@ class Snapshot:
                         return True
         return False
 
+    def differs(self, aside: Set[int] = frozenset()) -> bool:
+        """Whether an attribute, or a list, dict or set among the attributes, is not what it was.
+
+        Args:
+            aside: ids of lists and dicts that do not count.
+        """
+        return any(key not in aside and _unlike(obj, saved) for key, (obj, saved) in self._saved.items())
+
     def restore(self) -> None:
         for obj, saved in self._saved.values():
             if type(obj) is list:
@@ -334,6 +342,15 @@ class Snapshot:
                 obj.update(saved)
             else:
                 _restore_attributes(obj.__dict__, saved, flags=not isinstance(obj, torch.nn.Module))
+
+
+def _unlike(obj: Any, saved: Any) -> bool:
+    if type(obj) is set:
+        return bool(obj != saved)
+    if type(obj) is list:
+        return len(obj) != len(saved) or any(a is not b for a, b in zip(obj, saved, strict=True))
+    now = obj if isinstance(obj, dict) else obj.__dict__
+    return len(now) != len(saved) or any(saved.get(name, LEAF) is not value for name, value in now.items())
 
 
 def _restore_attributes(attributes: dict[str, Any], saved: dict[str, Any], flags: bool) -> None:

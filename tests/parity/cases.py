@@ -53,6 +53,7 @@ class Case:
         promise: what must hold.
         model, batch, loss: builder of the model; step -> batch; (output, target) -> scalar, a mean over the samples.
         stages: pipeline degrees to try, besides 1.
+        most: stages that it can be cut into.
         microbatches: a batch is split in so many.
         chain: one segment per stage and microbatch; else 1F1B's table does not apply.
         reference: what a single process does: the ``whole`` batch at once; a loop over ``micro``batches (batch
@@ -69,6 +70,7 @@ class Case:
     batch: Callable[[int], Batch]
     loss: Callable[[Any, Tensor], Tensor]
     stages: tuple[int, ...]
+    most: int = 60
     microbatches: int = 4
     chain: bool = True
     reference: Literal["whole", "micro", "self"] = "whole"
@@ -141,11 +143,11 @@ CASES: dict[str, Case] = {
     ),
     "multi_output_node": Case(
         "Two outputs of one autograd node, cut behind it, keep their own gradients.",
-        partial(seeded, models.GatedUnit), points, mse, (2,),
+        partial(seeded, models.GatedUnit), points, mse, (2,), most=3,
     ),
     "recurrent_shared_block": Case(
         "A block called six times has one set of weights, with the sum of all gradients.",
-        partial(seeded, models.shared_block), points, mse, (2, 3), chain=False,
+        partial(seeded, models.shared_block), points, mse, (2, 3), chain=False, most=5,
     ),
     "uneven_microbatches": Case(
         "Seven samples in four microbatches give the mean over samples, not the mean of means.",
@@ -191,7 +193,7 @@ CASES: dict[str, Case] = {
     "bf16_autocast_boundary": Case(
         "The caller's autocast holds on every stage; cuts carry the dtypes of a single process.",
         partial(seeded, models.Dtypes, dtype=torch.float32), partial(points, salt=13, dtype=torch.float32), mse, (2, 4),
-        autocast=torch.bfloat16, tolerance=2e-2,
+        most=4, autocast=torch.bfloat16, tolerance=2e-2,
     ),
     "resume_new_partition": Case(
         "Training goes on from whole state dicts under another degree, optimizer and schedule included.",

@@ -53,6 +53,7 @@ class Feature:
         step: (model, *batch) -> what a step returns; calls ``model.backward``.
         batch: (step, generator) -> the step's arguments.
         refused: class of the error that it must end in, on every rank.
+        most: stages that it can be cut into.
         apart: another test than the one over all features trains it.
     """
 
@@ -70,6 +71,7 @@ class Feature:
     tolerance: float = 1e-10
     average: bool = True
     refused: str = ""
+    most: int = 60
     apart: bool = False
     dtype: torch.dtype = torch.float64
 

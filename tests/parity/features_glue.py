@@ -621,7 +621,7 @@ class HookOnModuleThatIsSplitLater(nn.Module):
         return y + sum(h.square() for h in self.kept)
 
 
-@feature("", degrees=(2, 3))
+@feature("", degrees=(2, 3), most=3)
 class BackwardHooksOnParents(nn.Module):
     def __init__(self) -> None:
         super().__init__()

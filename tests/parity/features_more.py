@@ -306,7 +306,7 @@ class Autoencoder(nn.Module):
         return self.code.decode(self.mid(self.code.encode(x)))
 
 
-feature("", degrees=(2, 3), name="MethodsBesidesForward")(Autoencoder)
+feature("", degrees=(2, 3), name="MethodsBesidesForward", most=3)(Autoencoder)
 feature("code mid", degrees=(2,), name="MethodsBesidesForwardByHand")(Autoencoder)
 
 __all__ = ["regression", "sequences"]

@@ -390,7 +390,7 @@ class _SharedChildSplit(SharedChild):
     pass
 
 
-@feature("", degrees=(2, 3), name="SharedChildAuto")
+@feature("", degrees=(2, 3), name="SharedChildAuto", most=3)
 class _SharedChildAuto(SharedChild):
     pass
 

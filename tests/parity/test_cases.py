@@ -40,7 +40,8 @@ def _runs() -> list[Any]:
     for name, case in CASES.items():
         for degree in (1, *case.stages):
             names = [n for n in SCHEDULES if case.chain or n != "1f1b"] if degree > 1 else ["default"]
-            names += [*VIRTUAL] if degree < 3 else []
+            fitting = [n for n, options in VIRTUAL.items() if degree * options.get("virtual_stages", 2) <= case.most]
+            names += fitting if degree < 3 else []
             names += [*SPLIT] if degree == 2 else []
             runs += [pytest.param(name, degree, schedule, id=f"{name}-{degree}-{schedule}") for schedule in names]
     return runs

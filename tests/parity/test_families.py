@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -22,9 +23,9 @@ def expected(name: str, microbatches: int) -> Steps:
     return train_alone(name, microbatches)
 
 
-def check(pool: Pool, name: str, degree: int, microbatches: int) -> None:
+def check(pool: Pool, name: str, degree: int, microbatches: int, config: dict[str, Any] | None = None) -> None:
     want = expected(name, microbatches)
-    found = differences(name, pool.run(degree, train, name, degree, microbatches, {}, timeout=120.0), want)
+    found = differences(name, pool.run(degree, train, name, degree, microbatches, config or {}, timeout=120.0), want)
     assert not found, "\n".join(found[:20])
 
 
@@ -32,6 +33,16 @@ def check(pool: Pool, name: str, degree: int, microbatches: int) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_family_trains_as_in_one_process(pool: Pool, name: str, degree: int) -> None:
     check(pool, name, degree, MICROBATCHES[degree])
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"pipeline": "zbv"}, {"pipeline": "interleaved_1f1b"}, {"pipeline": "zb"}],
+    ids=lambda c: c["pipeline"],
+)
+@pytest.mark.parametrize("name", ["gpt2", "t5", "bart", "vit"])
+def test_family_under_virtual_stages_and_split_backwards(pool: Pool, name: str, config: dict[str, Any]) -> None:
+    check(pool, name, 2, 4, config)
 
 
 @pytest.mark.parametrize("name", WITHOUT_CACHE)

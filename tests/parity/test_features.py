@@ -16,6 +16,11 @@ for _name in ("values", "glue", "steps", "more"):
 
 TOGETHER = {name: f for name, f in FEATURES.items() if not f.apart}
 RUNS = [pytest.param(n, d, id=f"{n}-{d}") for n, f in TOGETHER.items() for d in f.degrees if not f.refused]
+# Four stages on one rank, where nothing is sent, and on two, in a V with split backwards.
+VIRTUAL: list[tuple[int, dict[str, Any]]] = [
+    (1, {"pipeline": "interleaved_1f1b", "virtual_stages": 4}),
+    (2, {"pipeline": "zbv"}),
+]
 REFUSALS = [name for name, f in TOGETHER.items() if f.refused]
 
 
@@ -30,6 +35,12 @@ def check(pool: Pool, name: str, degree: int, seed: int, config: dict[str, Any])
 @pytest.mark.parametrize(("name", "degree"), RUNS)
 def test_feature_equals_one_process(pool: Pool, seed: int, name: str, degree: int) -> None:
     check(pool, name, degree, seed, {})
+
+
+@pytest.mark.parametrize(("degree", "config"), VIRTUAL, ids=str)
+@pytest.mark.parametrize("name", [name for name, f in TOGETHER.items() if not f.refused and f.most >= 4])
+def test_feature_over_virtual_stages(pool: Pool, seed: int, name: str, degree: int, config: dict[str, Any]) -> None:
+    check(pool, name, degree, seed, config)
 
 
 @pytest.mark.parametrize("name", REFUSALS)

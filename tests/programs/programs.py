@@ -192,6 +192,7 @@ class _Writer:
         self.halves: list[int] = []  # registers [N, 2]
         self.family: dict[int, int] = {}  # soft register -> the first of its family
         self.live: set[int] = set()  # those with a gradient
+        self.staged: set[int] = set()  # those made of some unit's result; others are plain, the same on every rank
         self.next = self.inputs
 
     def fresh(self, count: int = 1) -> tuple[int, ...]:
@@ -217,6 +218,7 @@ class _Writer:
         name = "look" if r.random() < 0.1 else "call"
         self.ops.append(Op(name, used, made, unit))
         self.full += made
+        self.staged |= set(made)
         if name == "call" and (any(i in self.live for i in used) or (kind is not Gate and unit not in self.frozen)):
             self.live |= set(made[:2])
 
@@ -228,8 +230,10 @@ class _Writer:
         (made,) = self.fresh()
         self.ops.append(Op(name, used, (made,), value=round(self.random.uniform(0.5, 1.5), 2)))
         self.full.append(made)
-        if name in ("add", "scale", "stack"):
-            self.family[made] = made
+        if name in ("shift", "weigh") or any(i in self.staged for i in used):
+            self.staged.add(made)
+            if name in ("add", "scale", "stack"):
+                self.family[made] = made
         if name in ("shift", "weigh") or (name != "detach" and any(i in self.live for i in used)):
             self.live.add(made)
 
@@ -242,6 +246,7 @@ class _Writer:
         self.ops.append(Op("part", (source,), (made,)))
         self.halves.append(made)
         self.family[made] = self.family[source]
+        self.staged.add(made)
         if source in self.live:
             self.live.add(made)
 
@@ -251,6 +256,7 @@ class _Writer:
         source, (made,) = self.random.choice(self.halves), self.fresh()
         self.ops.append(Op("whole", (source,), (made,)))
         self.full.append(made)
+        self.staged.add(made)
         if source in self.live:
             self.live.add(made)
 
