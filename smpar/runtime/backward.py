@@ -84,7 +84,7 @@ def of_inputs_first(
     for node, weight, make in later:
         if id(weight) in put_off:
             node.register_prehook(functools.partial(_keep, products, make(node, weight)))
-    whole(edges, starts, [leaf for leaf in leaves if id(leaf) not in put_off] if put_off else ())
+    whole(edges, starts, [leaf for leaf in leaves if leaf.requires_grad and id(leaf) not in put_off] if put_off else ())
     return products
 
 
