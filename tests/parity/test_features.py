@@ -43,6 +43,12 @@ def test_feature_over_virtual_stages(pool: Pool, seed: int, name: str, degree: i
     check(pool, name, degree, seed, config)
 
 
+@pytest.mark.parametrize("name", ["OddTensorsOverThree", "ViewsWritten", "WeightNormByHand"])
+def test_feature_over_eight_virtual_stages(pool: Pool, seed: int, name: str) -> None:
+    """Most of them empty."""
+    check(pool, name, 2, seed, {"pipeline": "interleaved_1f1b", "virtual_stages": 4})
+
+
 @pytest.mark.parametrize("name", REFUSALS)
 def test_what_cannot_be_is_refused_clearly(pool: Pool, seed: int, name: str) -> None:
     """One error of smpar's own, with a way out, on the rank that saw it; the others name that rank."""
