@@ -99,7 +99,7 @@ class Explorer(Run):
             members = family(target)
             idents = [t.ident if type(t) is StageTensor and t.parameter is None else None for t in leaves]
             segment = self.record.settle(stage, idents)
-            if len(members) > 1 and any(m.segment != segment for m in members):
+            if len(members) > 1 and any(m.segment != segment or self.record.has_left(m.ident) for m in members):
                 self.gather(members)
 
     def _add(self, target: Any, stage: int, outcome: Outcome, leaves: list[Any]) -> Event:

@@ -131,6 +131,10 @@ class Recorder:
             segment = self._open(stage)
         return segment
 
+    def has_left(self, ident: int) -> bool:
+        """Whether another segment has the tensor as it is now, under this number."""
+        return any(tensor == ident for tensor, _ in self._flow_of)
+
     def _home(self, segment: int) -> int:
         return self.ranks[self.segment_stage[segment]]
 
