@@ -160,11 +160,11 @@ def _convolution(node: Any, weight: nn.Parameter) -> _Make:
 
 
 _LEAF, _TRANSPOSE, _CAST = "torch::autograd::AccumulateGrad", "TBackward0", "ToCopyBackward0"
-# node -> which of its inputs is the weight, what it saved of the other, and how the weight's gradient is made of that
-_KINDS: dict[str, tuple[int, str, Callable[[Any, nn.Parameter], _Make]]] = {
-    "AddmmBackward0": (2, "_raw_saved_mat1", _addmm),
-    "MmBackward0": (1, "_raw_saved_self", _mm),
-    "ConvolutionBackward0": (1, "_raw_saved_input", _convolution),
+# node -> which of its inputs is the weight, its names for the other and for the weight, and how the gradient is made
+_KINDS: dict[str, tuple[int, str, str, Callable[[Any, nn.Parameter], _Make]]] = {
+    "AddmmBackward0": (2, "mat1", "mat2", _addmm),
+    "MmBackward0": (1, "self", "mat2", _mm),
+    "ConvolutionBackward0": (1, "input", "weight", _convolution),
 }
 
 _Later = tuple[Node, nn.Parameter, Callable[[Any, nn.Parameter], _Make]]
@@ -200,15 +200,20 @@ def _split(roots: Iterable[Node]) -> tuple[list[_Later], list[torch.Tensor]]:
     later: list[_Later] = []
     waiting: set[Node] = set()
     for node in candidates:
-        at, saved, make = _KINDS[node.name()]
+        at, saved, factor, make = _KINDS[node.name()]
         leaf = _leaf_behind(node.next_functions[at][0], uses)
         if leaf is None or getattr(node, "_saved_alpha", 1) != 1:
             continue
         if not any(upper for place, (upper, _) in enumerate(node.next_functions) if place != at):
             continue  # only the weight asks for this node: without it, it would not run at all
-        if getattr(node, saved).unpack_hook is None:  # else it is recomputed or fetched, which happens only once
-            waiting.add(leaf)
-            later.append((node, leaf.variable, make))
+        if (
+            getattr(node, f"_raw_saved_{saved}").unpack_hook is not None
+        ):  # recomputed or fetched: that happens only once
+            continue
+        if (node.next_functions[at][0] is not leaf and _watched(node, factor)) or _hooked(leaf):
+            continue
+        waiting.add(leaf)
+        later.append((node, leaf.variable, make))
     return later, [leaf.variable for leaf in leaves if leaf not in waiting]  # type: ignore[attr-defined]
 
 
@@ -224,3 +229,27 @@ def _leaf_behind(node: Any, uses: dict[Node, int]) -> Any:
             return None
         node = node.next_functions[0][0]
     return None
+
+
+def _watched(node: Any, factor: str) -> bool:
+    """Whether a tensor made of the weight may have hooks, which wait for its gradient; unknown if it was not saved."""
+    raw = getattr(node, f"_raw_saved_{factor}")
+    if raw.unpack_hook is not None:
+        return True
+    made = getattr(node, f"_saved_{factor}")
+    return made is None or bool(made._backward_hooks) or made.retains_grad
+
+
+def _hooked(leaf: Any) -> bool:
+    """Whether a leaf's own node has hooks. A node does not tell, but a handle knows what its hook stands beside."""
+    for register in (leaf.register_hook, leaf.register_prehook):
+        handle = register(_nothing)
+        beside = handle.hooks_dict_ref()
+        handle.remove()
+        if beside:
+            return True
+    return False
+
+
+def _nothing(*gradients: Any) -> None:
+    pass

@@ -135,6 +135,44 @@ def test_hooks_of_weights_run_once_with_the_same_gradients(seed: int) -> None:
     compare(models["parted"], models["whole"])
 
 
+@pytest.mark.parametrize("place", ["transposed weight", "its kept gradient", "leaf", "before leaf", "gone"])
+def test_hooks_on_the_way_to_a_weight(place: str, seed: int) -> None:
+    """They can be on what is made of the weight, or on its node; such a weight does not wait."""
+    torch.manual_seed(seed)
+    x, start = torch.randn(2, 3, WIDTH)
+    noted: dict[bool, list[Tensor]] = {}
+    grads: dict[bool, Tensor] = {}
+    for parted in (True, False):
+        weight = nn.Parameter(torch.ones(WIDTH, WIDTH) / 3)
+        turned = weight.t()
+        leaf = turned.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        notes = noted[parted] = []
+        if place == "transposed weight":
+            turned.register_hook(lambda g: 2 * g)
+        elif place == "its kept gradient":
+            turned.retain_grad()
+        elif place == "leaf":
+            leaf.register_hook(lambda _, grads, n=notes: n.append(grads[0].clone()))  # type: ignore[union-attr]
+        elif place == "before leaf":
+            leaf.register_prehook(lambda grads: (3 * grads[0],))  # type: ignore[union-attr]
+        else:
+            leaf.register_hook(lambda *_, n=notes: n.append(torch.ones(()))).remove()  # type: ignore[union-attr]
+        y = x.clone().requires_grad_() @ turned
+        if parted:
+            products = backward.of_inputs([get_gradient_edge(y)], [start])
+            assert len(products) == (place == "gone")
+            backward.of_weights(products)
+        else:
+            y.backward(start)
+        if place == "its kept gradient":
+            assert turned.grad is not None
+            notes.append(turned.grad)
+        assert weight.grad is not None
+        grads[parted] = weight.grad
+    torch.testing.assert_close(grads[True], grads[False])
+    torch.testing.assert_close(noted[True], noted[False])
+
+
 def test_under_autocast(seed: int) -> None:
     torch.manual_seed(seed)
     parted, x = Model(), torch.randn(3, WIDTH)
