@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from smpar.comm.channels import open_channels
-from smpar.comm.messages import CommGroup, broadcast
+from smpar.comm.messages import CommGroup, allgather, broadcast
 from smpar.comm.world import World
 from smpar.config import Config
 from smpar.errors import ModelError, WriteIntoReplicated
@@ -234,6 +234,8 @@ class Pipeline:
         programs = None if not self.config.static_mode else self._plan(fn, batch, look, seeds)
         if not known and self.config.static_mode:
             self._agree_programs(programs)
+        if not self.layout.closed and self.world.axis_size("dp") > 1:
+            self.layout.hold_too(allgather(self.layout.holders_by_name(), CommGroup.DP_GROUP))
         self._hand_over()
         if programs is not None:
             self._close()

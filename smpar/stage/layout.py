@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -106,6 +107,18 @@ class Layout:
         units = {modules[name]: stage for name, stage in named.units}
         anchors = {id(parameters[name]): stage for name, stage in named.parameters}
         return cls.make(model, ranks, units, anchors, {modules[name] for name in named.glue_hooks})
+
+    def holders_by_name(self) -> dict[str, list[int]]:
+        """The stages that hold each parameter."""
+        return {self.parameter_names[key]: sorted(stages) for key, stages in self.holders.items()}
+
+    def hold_too(self, others: Iterable[Mapping[str, Collection[int]]]) -> None:
+        """Before parameters are given up: let stages hold what they hold in others' layouts, who plan other steps."""
+        keys = {name: key for key, name in self.parameter_names.items()}
+        for theirs in others:
+            for name, stages in theirs.items():
+                self.holders[keys[name]].update(stages)
+        self.parameter_home.update({key: min(stages) for key, stages in self.holders.items()})
 
     @property
     def size(self) -> int:
