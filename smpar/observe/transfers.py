@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from smpar.comm.buffers import BufferPool
 from smpar.comm.channels import Channels
 from smpar.comm.world import World
 from smpar.observe.spans import Spans
@@ -29,9 +30,13 @@ class StageChannels:
         channels: between ranks.
         world: says which ranks these are.
         spans: where messages and waits are noted, while it is on.
+
+    Attributes:
+        buffers: memory to receive into.
     """
 
     def __init__(self, channels: Channels, world: World, spans: Spans) -> None:
+        self.buffers = BufferPool()
         self._channels = channels
         self._ranks = world.group("pp")
         self._rank = world.rank
@@ -77,6 +82,7 @@ class StageChannels:
         """Wait until all sends are received."""
         with self._spans.wait("wait for sends to be received"):
             self._channels.finish()
+        self.buffers.trim()
 
 
 class _Staged:

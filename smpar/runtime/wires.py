@@ -9,6 +9,7 @@ from typing import NoReturn, Protocol
 
 import torch
 
+from smpar.comm.buffers import BufferPool
 from smpar.schedule import Message
 from smpar.stage.record import MicrobatchProgram
 from smpar.trace.outcome import Meta
@@ -19,7 +20,9 @@ class Pending(Protocol):
 
 
 class Channels(Protocol):
-    """One first-in-first-out channel per directed pair of the pipeline's ranks."""
+    """One first-in-first-out channel per directed pair of the pipeline's ranks; memory to receive into."""
+
+    buffers: BufferPool
 
     def post_recv(self, src: int, tensor: torch.Tensor, about: Message | None = None) -> Pending: ...
 
@@ -53,6 +56,12 @@ def buffer_for(meta: Meta) -> tuple[torch.Tensor, torch.Tensor]:
     """A tensor to receive into, and its memory as flat bytes."""
     tensor = torch.empty_strided(meta.shape, _dense_stride(meta), dtype=meta.dtype, device=meta.device)
     return tensor, _flat(tensor)
+
+
+def _buffer(meta: Meta, buffers: BufferPool) -> tuple[torch.Tensor, torch.Tensor]:
+    """A tensor to receive into, and what the channel fills: the tensor itself where that is simple."""
+    tensor = buffers.take(meta.shape, _dense_stride(meta), meta.dtype, meta.device)
+    return tensor, tensor if _goes_as_it_is(meta) else _flat(tensor)
 
 
 def pack(tensor: torch.Tensor, meta: Meta) -> torch.Tensor:
@@ -123,7 +132,7 @@ class Inbox:
             due = queue.popleft()
             program = self._programs[due.microbatch]
             meta = program.metas[program.shape.flows[due.flow].tensor]
-            tensor, flat = _buffer(meta)
+            tensor, flat = _buffer(meta, self._channels.buffers)
             self._posted[due] = tensor, self._channels.post_recv(src, flat, due) if flat.numel() else None
             if due == message:
                 return
@@ -149,18 +158,10 @@ def send(channels: Channels, rank: int, tensor: torch.Tensor, meta: Meta) -> Non
 
 def receive(channels: Channels, rank: int, meta: Meta) -> torch.Tensor:
     """Wait for a tensor from a rank."""
-    tensor, flat = _buffer(meta)
+    tensor, flat = _buffer(meta, channels.buffers)
     if flat.numel():
         channels.post_recv(rank, flat).wait()
     return tensor
-
-
-def _buffer(meta: Meta) -> tuple[torch.Tensor, torch.Tensor]:
-    """A tensor to receive into, and what the channel fills: the tensor itself where that is simple."""
-    if _goes_as_it_is(meta):
-        tensor = torch.empty(meta.shape, dtype=meta.dtype, device=meta.device)
-        return tensor, tensor
-    return buffer_for(meta)
 
 
 class ReplayWire:

@@ -14,7 +14,7 @@ from tests.plan.problems import Problem, problem
 
 def decision(solve, p: Problem) -> Partition | str:
     try:
-        return solve(*p)
+        return solve(*p.of_stages)
     except PlanError as error:
         return str(error)
 

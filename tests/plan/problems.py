@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from smpar.plan.chain import Edge, Tie, UnitCost
 
@@ -20,6 +20,11 @@ class Problem(NamedTuple):
     memory_limit: float | None
     ranks: tuple[int, ...] = ()
     evenness: float = 0.0
+
+    @property
+    def of_stages(self) -> tuple[Any, ...]:
+        """The arguments of a partition in which each stage has a rank of its own."""
+        return self[:7]
 
 
 def loop(ranks: int, per_rank: int) -> tuple[int, ...]:

@@ -34,9 +34,9 @@ def test_equals_brute_force(solve) -> None:
         if truth is None:
             infeasible += 1
             with pytest.raises(PlanError, match="too many"):
-                solve(*p)
+                solve(*p.of_stages)
             continue
-        found = solve(*p)
+        found = solve(*p.of_stages)
         assert len(found.cuts) == p.stages
         reached = true_objective(p, found.cuts)
         assert reached is not None, p
@@ -57,7 +57,7 @@ def test_takes_the_lexicographically_smallest_of_equals(solve) -> None:
         smallest = min(chain.objective(c) for c in kept)
         equals = [c for c in kept if chain.objective(c) == smallest]
         tried += len(equals) > 1
-        assert solve(*p).cuts == min(equals), p
+        assert solve(*p.of_stages).cuts == min(equals), p
     assert tried > 10
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from smpar.comm.buffers import BufferPool
 from smpar.runtime.wires import receive, send
 from smpar.trace.outcome import meta_of
 
@@ -17,6 +18,7 @@ class Loop:
 
     def __init__(self) -> None:
         self._sent: list[Tensor] = []
+        self.buffers = BufferPool()
 
     def send(self, dst: int, tensor: Tensor) -> None:
         assert tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
@@ -29,6 +31,8 @@ class Loop:
         return self
 
     def wait(self) -> None: ...
+
+    def received(self, dst: int, count: int) -> None: ...
 
     def finish(self) -> None: ...
 
