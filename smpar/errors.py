@@ -188,6 +188,13 @@ class GradientSurprise(StepError):
     FIX = 'smpar.init({"static_mode": False, ...}), or keep the module whole: smpar.set_partition(module, stage)'
 
 
+class FactorWritten(StepError):
+    """A tensor that the gradient of a weight is made of was written between the two parts of a split backward."""
+
+    RULE = "what a forward saved, and gradients, are not written in place before all gradients are made of them"
+    FIX = "clone it before the write, or take a schedule with whole backwards: smpar.init({'pipeline': '1f1b', ...})"
+
+
 class BatchError(StepError):
     """The batch cannot be split into microbatches."""
 

@@ -23,19 +23,23 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
 
+from smpar.errors import FactorWritten
+
 
 class Product(NamedTuple):
     """A weight's gradient that is still to be computed.
 
     Attributes:
         weight: the parameter.
-        factors: of a matrix product: the gradient is the first times the second.
+        factors: what it is made of: their matrix product, if ``compute`` is None.
         compute: gives the gradient, where it is no matrix product.
+        versions: of the factors, which nothing may write in place meanwhile.
     """
 
     weight: nn.Parameter
-    factors: tuple[torch.Tensor, torch.Tensor] | None
-    compute: Callable[[], torch.Tensor] | None = None
+    factors: tuple[torch.Tensor, torch.Tensor]
+    compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None
+    versions: tuple[int, int]
 
 
 def whole(edges: Sequence[GradientEdge], starts: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor] = ()) -> None:
@@ -57,7 +61,9 @@ def of_inputs(edges: Sequence[GradientEdge], starts: Sequence[torch.Tensor]) -> 
         later = []
     for node, weight, make in later:
         node.register_prehook(functools.partial(_keep, products, make(node, weight)))
+    fresh = [leaf for leaf in leaves if leaf.grad is None] if later else []
     whole(edges, starts, leaves if later else ())
+    _part(fresh, products)
     return products
 
 
@@ -106,14 +112,21 @@ def leads_only_to(edges: Sequence[GradientEdge], leaves: Sequence[torch.Tensor])
 
 @torch.no_grad()
 def of_weights(products: list[Product]) -> None:
-    """Compute what `of_inputs` put off, add it to the gradients of the weights, and let the factors go."""
+    """Compute what `of_inputs` put off, add it to the gradients of the weights, and let the factors go.
+
+    Raises:
+        FactorWritten: a factor is no longer what it was.
+    """
     while products:
-        weight, factors, compute = products.pop(0)
+        weight, factors, compute, versions = products.pop(0)
+        if (factors[0]._version, factors[1]._version) != versions:
+            shapes = " and ".join(str(list(factor.shape)) for factor in factors)
+            raise FactorWritten(f"a write into a factor of the gradient of a weight {list(weight.shape)}: {shapes}")
         grad = weight.grad
-        if grad is not None and factors is not None and grad.dtype == factors[0].dtype:
+        if grad is not None and compute is None and grad.dtype == factors[0].dtype:
             grad.addmm_(*factors)
         else:
-            made = torch.mm(*factors) if factors is not None else compute()  # type: ignore[misc]
+            made = (compute or torch.mm)(*factors)
             if grad is None:
                 weight.grad = made.to(weight.dtype)
             else:
@@ -124,12 +137,25 @@ def of_weights(products: list[Product]) -> None:
 
 
 _Make = Callable[[torch.Tensor], Product]  # from the gradient of the result
+_Compute = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def _keep(products: list[Product], make: _Make, gradients: Any) -> None:
     """Called before a node runs, with the gradients of its results. The node refers to this, so not the other way."""
     if gradients[0] is not None:
         products.append(make(gradients[0]))
+
+
+def _part(leaves: Iterable[torch.Tensor], products: Iterable[Product]) -> None:
+    """Gradients that leaves have just got may be views of kept factors, and the next microbatch's are added in place.
+
+    y = x @ w.t() + p[None]        the gradient of p is the factor g without its first dimension
+    """
+    kept = {t.untyped_storage()._cdata for product in products for t in product.factors}
+    for leaf in leaves:
+        grad = leaf.grad
+        if grad is not None and grad.layout is torch.strided and grad.untyped_storage()._cdata in kept:
+            leaf.grad = grad.clone()
 
 
 def _addmm(node: Any, weight: nn.Parameter) -> _Make:
@@ -142,7 +168,11 @@ def _mm(node: Any, weight: nn.Parameter) -> _Make:
 
 def _matrix(met: torch.Tensor, upper: Node, weight: nn.Parameter) -> _Make:
     met, straight = met.detach(), upper.name() != _TRANSPOSE  # detached: else it would hold the graph behind it
-    return lambda gradient: Product(weight, (met.t(), gradient) if straight else (gradient.t(), met))
+    return lambda gradient: _product(weight, *((met.t(), gradient) if straight else (gradient.t(), met)))
+
+
+def _product(weight: nn.Parameter, a: torch.Tensor, b: torch.Tensor, compute: _Compute | None = None) -> Product:
+    return Product(weight, (a, b), compute, (a._version, b._version))
 
 
 def _convolution(node: Any, weight: nn.Parameter) -> _Make:
@@ -150,21 +180,21 @@ def _convolution(node: Any, weight: nn.Parameter) -> _Make:
     settings = (node._saved_stride, node._saved_padding, node._saved_dilation, node._saved_transposed,
                 node._saved_output_padding, node._saved_groups)  # fmt: skip
 
-    def compute(gradient: torch.Tensor) -> torch.Tensor:
+    def compute(gradient: torch.Tensor, met: torch.Tensor) -> torch.Tensor:
         made: torch.Tensor = torch.ops.aten.convolution_backward(
             gradient, met, used, None, *settings, [False, True, False]
         )[1]
         return made
 
-    return lambda gradient: Product(weight, None, functools.partial(compute, gradient))
+    return lambda gradient: _product(weight, gradient, met, compute)
 
 
 _LEAF, _TRANSPOSE, _CAST = "torch::autograd::AccumulateGrad", "TBackward0", "ToCopyBackward0"
-# node -> which of its inputs is the weight, what it saved of the other, and how the weight's gradient is made of that
-_KINDS: dict[str, tuple[int, str, Callable[[Any, nn.Parameter], _Make]]] = {
-    "AddmmBackward0": (2, "_raw_saved_mat1", _addmm),
-    "MmBackward0": (1, "_raw_saved_self", _mm),
-    "ConvolutionBackward0": (1, "_raw_saved_input", _convolution),
+# node -> which of its inputs is the weight, its names for the other and for the weight, and how the gradient is made
+_KINDS: dict[str, tuple[int, str, str, Callable[[Any, nn.Parameter], _Make]]] = {
+    "AddmmBackward0": (2, "mat1", "mat2", _addmm),
+    "MmBackward0": (1, "self", "mat2", _mm),
+    "ConvolutionBackward0": (1, "input", "weight", _convolution),
 }
 
 _Later = tuple[Node, nn.Parameter, Callable[[Any, nn.Parameter], _Make]]
@@ -200,15 +230,20 @@ def _split(roots: Iterable[Node]) -> tuple[list[_Later], list[torch.Tensor]]:
     later: list[_Later] = []
     waiting: set[Node] = set()
     for node in candidates:
-        at, saved, make = _KINDS[node.name()]
+        at, saved, factor, make = _KINDS[node.name()]
         leaf = _leaf_behind(node.next_functions[at][0], uses)
         if leaf is None or getattr(node, "_saved_alpha", 1) != 1:
             continue
         if not any(upper for place, (upper, _) in enumerate(node.next_functions) if place != at):
             continue  # only the weight asks for this node: without it, it would not run at all
-        if getattr(node, saved).unpack_hook is None:  # else it is recomputed or fetched, which happens only once
-            waiting.add(leaf)
-            later.append((node, leaf.variable, make))
+        if (
+            getattr(node, f"_raw_saved_{saved}").unpack_hook is not None
+        ):  # recomputed or fetched: that happens only once
+            continue
+        if (node.next_functions[at][0] is not leaf and _watched(node, factor)) or _hooked(leaf):
+            continue
+        waiting.add(leaf)
+        later.append((node, leaf.variable, make))
     return later, [leaf.variable for leaf in leaves if leaf not in waiting]  # type: ignore[attr-defined]
 
 
@@ -224,3 +259,27 @@ def _leaf_behind(node: Any, uses: dict[Node, int]) -> Any:
             return None
         node = node.next_functions[0][0]
     return None
+
+
+def _watched(node: Any, factor: str) -> bool:
+    """Whether a tensor made of the weight may have hooks, which wait for its gradient; unknown if it was not saved."""
+    raw = getattr(node, f"_raw_saved_{factor}")
+    if raw.unpack_hook is not None:
+        return True
+    made = getattr(node, f"_saved_{factor}")
+    return made is None or bool(made._backward_hooks) or made.retains_grad
+
+
+def _hooked(leaf: Any) -> bool:
+    """Whether a leaf's own node has hooks. A node does not tell, but a handle knows what its hook stands beside."""
+    for register in (leaf.register_hook, leaf.register_prehook):
+        handle = register(_nothing)
+        beside = handle.hooks_dict_ref()
+        handle.remove()
+        if beside:
+            return True
+    return False
+
+
+def _nothing(*gradients: Any) -> None:
+    pass

@@ -1,7 +1,8 @@
 """A microbatch's forward as a coroutine: suspended where its next segment is not due yet.
 
 Only forwards suspend, never a backward. Grad mode, autocast and the stack of torch-function modes are
-the thread's, so each side puts its own back after a switch.
+the thread's, and the default dtype and the choice of attention kernels the process's, so each side puts its own back
+after a switch.
 """
 
 from __future__ import annotations
@@ -16,6 +17,13 @@ from greenlet import greenlet
 from smpar.stage.tensor import activate
 
 _DEVICES = ("cpu", "cuda")
+_OF_PROCESS: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (  # get, set
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
+    (torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
+    (torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
+    (torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn),
+)
 
 
 @dataclasses.dataclass(slots=True)
@@ -25,6 +33,7 @@ class _ThreadState:
     cache: bool
     modes: list[Any]
     run: Any
+    process: tuple[Any, ...]
 
     @classmethod
     def take(cls) -> _ThreadState:
@@ -36,6 +45,7 @@ class _ThreadState:
             torch.is_autocast_cache_enabled(),
             modes,
             activate(None),
+            tuple(get() for get, _ in _OF_PROCESS),
         )
 
     def put(self) -> None:
@@ -47,6 +57,9 @@ class _ThreadState:
         for mode in reversed(self.modes):
             torch._C._push_on_torch_function_stack(mode)
         activate(self.run)
+        for (get, give), value in zip(_OF_PROCESS, self.process, strict=True):
+            if get() != value:
+                give(value)
 
 
 class Forward:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.parity.features import W, feature, regression, sequences
 from tests.parity.features_glue import Block
@@ -310,3 +311,35 @@ feature("", degrees=(2, 3), name="MethodsBesidesForward", most=3)(Autoencoder)
 feature("code mid", degrees=(2,), name="MethodsBesidesForwardByHand")(Autoencoder)
 
 __all__ = ["regression", "sequences"]
+
+
+class TellsFlags(nn.Module):
+    """Computes by what it sees of the process's settings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(W, W)
+
+    def forward(self, x: Tensor) -> Tensor:
+        k = 2.0 if torch.backends.cuda.flash_sdp_enabled() else 1.0
+        return torch.tanh(self.layer(x) * k + torch.finfo(torch.get_default_dtype()).eps ** 0.25)
+
+
+@feature("a b c d", degrees=(2, 4), microbatches=4)
+class FlagsOfTheProcess(nn.Module):
+    """Set around modules of several stages, and put back behind them: microbatches take turns in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = (TellsFlags() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            with sdpa_kernel(SDPBackend.MATH):
+                x = self.d(self.c(self.b(self.a(x))))
+        finally:
+            torch.set_default_dtype(before)
+        k = 2.0 if torch.backends.cuda.flash_sdp_enabled() else 1.0
+        return x * k * (1 + torch.finfo(torch.get_default_dtype()).eps)

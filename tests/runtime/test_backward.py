@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
+from smpar.errors import FactorWritten
 from smpar.runtime import backward
 
 WIDTH = 6
@@ -133,6 +134,77 @@ def test_hooks_of_weights_run_once_with_the_same_gradients(seed: int) -> None:
     for a, b in zip(seen["parted"], seen["whole"], strict=True):
         torch.testing.assert_close(a, b)
     compare(models["parted"], models["whole"])
+
+
+@pytest.mark.parametrize("place", ["transposed weight", "its kept gradient", "leaf", "before leaf", "gone"])
+def test_hooks_on_the_way_to_a_weight(place: str, seed: int) -> None:
+    """They can be on what is made of the weight, or on its node; such a weight does not wait."""
+    torch.manual_seed(seed)
+    x, start = torch.randn(2, 3, WIDTH)
+    noted: dict[bool, list[Tensor]] = {}
+    grads: dict[bool, Tensor] = {}
+    for parted in (True, False):
+        weight = nn.Parameter(torch.ones(WIDTH, WIDTH) / 3)
+        turned = weight.t()
+        leaf = turned.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        notes = noted[parted] = []
+        if place == "transposed weight":
+            turned.register_hook(lambda g: 2 * g)
+        elif place == "its kept gradient":
+            turned.retain_grad()
+        elif place == "leaf":
+            leaf.register_hook(lambda _, grads, n=notes: n.append(grads[0].clone()))  # type: ignore[union-attr]
+        elif place == "before leaf":
+            leaf.register_prehook(lambda grads: (3 * grads[0],))  # type: ignore[union-attr]
+        else:
+            leaf.register_hook(lambda *_, n=notes: n.append(torch.ones(()))).remove()  # type: ignore[union-attr]
+        y = x.clone().requires_grad_() @ turned
+        if parted:
+            products = backward.of_inputs([get_gradient_edge(y)], [start])
+            assert len(products) == (place == "gone")
+            backward.of_weights(products)
+        else:
+            y.backward(start)
+        if place == "its kept gradient":
+            assert turned.grad is not None
+            notes.append(turned.grad)
+        assert weight.grad is not None
+        grads[parted] = weight.grad
+    torch.testing.assert_close(grads[True], grads[False])
+    torch.testing.assert_close(noted[True], noted[False])
+
+
+def test_a_gradient_that_is_a_view_of_what_a_product_keeps(seed: int) -> None:
+    """Each microbatch adds to it in place, while products of earlier ones still wait."""
+    torch.manual_seed(seed)
+    parted = Model()
+    whole = copy.deepcopy(parted)
+    waiting = []
+    for _ in range(3):
+        x, start = torch.randn(2, 1, WIDTH, WIDTH)
+        results = [m.a(x.clone().requires_grad_()) + m.straight[None] for m in (parted, whole)]
+        waiting.append(backward.of_inputs([get_gradient_edge(results[0])], [start.clone()]))
+        results[1].backward(start.clone())
+    for products in waiting:
+        assert len(products) == 1
+        backward.of_weights(products)
+    for p, q in ((parted.a.weight, whole.a.weight), (parted.straight, whole.straight)):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+@pytest.mark.parametrize("layer", ["a", "conv"])
+@pytest.mark.parametrize("which", ["saved", "gradient"])
+def test_a_factor_that_is_written_meanwhile_is_an_error(layer: str, which: str, seed: int) -> None:
+    torch.manual_seed(seed)
+    model = Model()
+    h = torch.randn(WIDTH, WIDTH, requires_grad=True) * 1
+    y = model.get_submodule(layer)(h)
+    start = torch.randn(WIDTH, WIDTH)
+    products = backward.of_inputs([get_gradient_edge(y)], [start])
+    with torch.no_grad():
+        (h if which == "saved" else start).mul_(2)
+    with pytest.raises(FactorWritten, match="in place"):
+        backward.of_weights(products)
 
 
 def test_under_autocast(seed: int) -> None:
