@@ -85,8 +85,8 @@ def alone(lengths: list[int], without: list[tuple[int, ...]], seed: int) -> dict
 @pytest.mark.parametrize("config", [{}, {"pipeline": "zbv"}], ids=["1f1b", "zbv"])
 @pytest.mark.parametrize(
     ("lengths", "without"),
-    [([4, 300], [(), ()]), ([300, 4], [(), ()]), ([5, 5], [(0, 1, 2, 3), (4, 5, 6)])],
-    ids=["long second", "long first", "other layers"],
+    [([4, 300], [(), ()]), ([300, 4], [(), ()]), ([5, 5], [(0, 1, 2, 3), (4, 5, 6)]), ([5, 5], [(7,), (1,)])],
+    ids=["long second", "long first", "other layers", "other stages"],
 )
 @pytest.mark.parametrize("measured", [False, True], ids=["counted", "measured"])
 def test_all_replicas_are_cut_as_the_first(
