@@ -73,6 +73,8 @@ class Replay(Run):
         return super().operation(func, args, kwargs)
 
     def _apart(self, args: Any, kwargs: Any) -> tuple[list[Any], tree.Spec]:
+        if len(args) == 1 and not kwargs and type(args[0]) is StageTensor:
+            return [args[0]], ONE
         # a program needs no hashable spec: where no argument is a container, the arguments are their own
         if all(type(a) in _BARE for a in args) and all(type(v) in _BARE for v in kwargs.values()):
             leaves = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]

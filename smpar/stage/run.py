@@ -391,6 +391,14 @@ class Run(abc.ABC):
             result = fn(args, kwargs)
         if outcome.guessed:
             outcome = self._confirmed(event, result)
+        direct = event.direct
+        if (  # as nearly always
+            direct is not None
+            and type(result) is torch.Tensor
+            and outcome is event.outcome
+            and (result.shape, result.dtype, result.requires_grad) == (direct.shape, direct.dtype, direct.requires_grad)
+        ):
+            return outcome, [result]
         values: list[Any] = []
         made_spec = tree.LEAF if type(result) is torch.Tensor else tree.flatten(result, values)
         if made_spec is tree.LEAF:
