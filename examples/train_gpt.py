@@ -107,8 +107,10 @@ def evaluate_step(model: smp.DistributedModel, ids: Tensor, targets: Tensor) -> 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--quickstart", action="store_true", help="sizes for about two minutes on two cores")
-    parser.add_argument("--pipeline-degree", type=int, default=int(os.environ.get("WORLD_SIZE", 1)), help="stages")
-    parser.add_argument("--schedule", default="interleaved", help="simple, 1f1b or interleaved")
+    parser.add_argument(
+        "--pipeline-degree", type=int, default=int(os.environ.get("WORLD_SIZE", 1)), help="ranks of a pipeline"
+    )
+    parser.add_argument("--schedule", default="interleaved", help="simple, 1f1b, interleaved_1f1b, zb, zbv")
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--batch", type=int, default=32, help="samples per step and replica")
     parser.add_argument("--layers", type=int, default=12)

@@ -244,6 +244,13 @@ class LateGradient(StepError):
     FIX = "smpar.DistributedModel(module, overlapping_allreduce=False)"
 
 
+class WrongHookResult(StepError):
+    """A communication hook does not return what it is asked for."""
+
+    RULE = "a communication hook returns a future of the bucket's averages, flat"
+    FIX = "end the hook with: future = torch.futures.Future(); future.set_result(averages); return future"
+
+
 class CommHookError(StepError):
     """A communication hook is registered where none can be."""
 

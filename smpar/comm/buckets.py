@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from smpar.errors import WrongHookResult
+
 CommHook = Callable[[Any, Any], "torch.futures.Future[Tensor]"]
 FIRST = 1 << 20  # bytes of the first bucket
 
@@ -174,11 +176,18 @@ class Bucket:
         self.parameters[place].grad = self.memory.views[place].data
 
     def launch(self, group: dist.ProcessGroup | None, hook: tuple[Any, CommHook] | None) -> None:
-        """Start the reduction: the sum over the group, or whatever the hook makes of it."""
+        """Start the reduction: the sum over the group, or whatever the hook makes of it.
+
+        Raises:
+            WrongHookResult: the hook returns no future.
+        """
         self.launched = True
         if hook is not None:
             state, function = hook
-            self._result = cast("torch.futures.Future[Tensor | list[Tensor]]", function(state, GradBucket(self)))
+            result = function(state, GradBucket(self))
+            if not isinstance(result, torch._C.Future):  # nothing would be reduced, and nobody would notice
+                raise WrongHookResult(f"a {type(result).__name__} from {_name(function)}")
+            self._result = cast("torch.futures.Future[Tensor | list[Tensor]]", result)
             return
         memory = self.memory
         if group is None:
@@ -199,11 +208,18 @@ class Bucket:
             self._result.wait()
 
     def wait(self) -> list[bool]:
-        """The reduction's end; whether any rank had a gradient, by parameter (without flags: whether this one had)."""
+        """The reduction's end; whether any rank had a gradient, by parameter (without flags: whether this one had).
+
+        Raises:
+            WrongHookResult: the hook's future holds something else than the bucket's gradients.
+        """
         memory = self.memory
         if self._result is not None:
             result, self._result = self._result.wait(), None
-            flat = result if isinstance(result, Tensor) else result[0]  # gloo's own futures give lists
+            flat = result[0] if isinstance(result, list) and result else result  # gloo's own futures give lists
+            if not isinstance(flat, Tensor) or flat.numel() != memory.flat.numel():
+                got = f"a tensor of {flat.numel()}" if isinstance(flat, Tensor) else f"a {type(flat).__name__}"
+                raise WrongHookResult(f"a future of {got} for a bucket of {memory.flat.numel()} numbers")
             if flat.data_ptr() != memory.flat.data_ptr():
                 memory.flat.copy_(flat.view(-1))
         elif self._work is not None:
@@ -243,6 +259,10 @@ class GradBucket:
     def set_buffer(self, buffer: Tensor) -> None:
         """Replace the buffer's content."""
         self._bucket.memory.flat.copy_(buffer.view(-1))
+
+
+def _name(function: object) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))
 
 
 def _address(grad: Tensor) -> int:

@@ -38,7 +38,7 @@ class _Call:
 
 
 class Measurer:
-    """Measures the units of traces, equal ones once, on the world's first rank, which tells the others.
+    """Measures the units of traces, equal ones once, on the pipeline's first rank, which tells the others.
 
     ::
 
@@ -48,7 +48,7 @@ class Measurer:
 
     Args:
         outcomes: of the traces to come.
-        first: whether this rank does the measuring. All ranks of the world call ``measure`` as often.
+        first: whether this rank does the measuring. All ranks of the pipeline call ``measure`` as often.
     """
 
     def __init__(self, outcomes: Outcomes, first: bool) -> None:
@@ -80,7 +80,7 @@ class Measurer:
         traced = {c.key: self._outcomes.cost(c.key) for cs in called for c in cs}
         new = list({c.key: c for cs in called for c in cs if c.key not in self._times}.values())
         found = [time_call(c.unit, c.inputs, c.spec) for c in new] if self._first else None
-        for call, times in zip(new, broadcast(found, CommGroup.WORLD, src=0), strict=True):
+        for call, times in zip(new, broadcast(found, CommGroup.PP_GROUP, src=0), strict=True):
             self._times[call.key] = times
             self._counted[call.key] = traced[call.key].seconds
         scale = self._scale()

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from smpar.comm.channels import open_channels
+from smpar.comm.messages import CommGroup, allgather, broadcast
 from smpar.comm.world import World
 from smpar.config import Config
 from smpar.errors import ModelError, WriteIntoReplicated
@@ -233,6 +234,8 @@ class Pipeline:
         programs = None if not self.config.static_mode else self._plan(fn, batch, look, seeds)
         if not known and self.config.static_mode:
             self._agree_programs(programs)
+        if not self.layout.closed and self.world.axis_size("dp") > 1:
+            self.layout.hold_too(allgather(self.layout.holders_by_name(), CommGroup.DP_GROUP))
         self._hand_over()
         if programs is not None:
             self._close()
@@ -268,9 +271,14 @@ class Pipeline:
         goal = dataclasses.replace(goal, ranks=self.ranks)
         with self._tracing("partitioning the model"), contextlib.ExitStack() as stack:
             if self.measure:
-                measurer = stack.enter_context(Measurer(self.outcomes, self.world.rank == 0))
+                measurer = stack.enter_context(Measurer(self.outcomes, self.rank == 0))
                 goal = dataclasses.replace(goal, measure=measurer.measure)
-            self.partitioned = make_layout(fn, batch.calls[0], self.model, self.outcomes, goal)
+            own = make_layout(fn, batch.calls[0], self.model, self.outcomes, goal)
+        self.partitioned = own
+        if self.world.axis_size("dp") > 1:  # replicas may differ in their first batch, hence in what they would choose
+            first = broadcast((own.layout.named(), own.graph, own.stage_of_unit), CommGroup.DP_GROUP, src=0)
+            if self.world.axis_rank("dp"):
+                self.partitioned = Partitioned(Layout.follow(self.model, self.ranks, first[0]), *first[1:])
 
     def _plan(
         self, fn: Callable[..., Any], batch: Batch, look: Look, seeds: Sequence[int]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +18,21 @@ class Late:
     owner: int
     taker: int
     has_value: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class NamedLayout:
+    """A partition in words, which another process with the same model can follow.
+
+    Attributes:
+        units: name of each unit, and its stage.
+        parameters: name of each parameter, and the first stage that holds it.
+        glue_hooks: names of the units whose forward hooks run in glue.
+    """
+
+    units: tuple[tuple[str, int], ...]
+    parameters: tuple[tuple[str, int], ...]
+    glue_hooks: tuple[str, ...]
 
 
 @dataclasses.dataclass(eq=False)
@@ -75,6 +91,34 @@ class Layout:
             home[key] = min(stages_)
         parameter_names = {id(p): n for n, p in model.named_parameters(remove_duplicate=True)}
         return cls(ranks, dict(units), split, names, home, holders, parameter_names, {}, glue_hooks & units.keys())
+
+    def named(self) -> NamedLayout:
+        """This partition in words."""
+        return NamedLayout(
+            tuple((self.names[m], stage) for m, stage in self.units.items() if m in self.names),
+            tuple((self.parameter_names[key], stage) for key, stage in self.parameter_home.items()),
+            tuple(self.names[m] for m in self.names if m in self.glue_hooks),
+        )
+
+    @classmethod
+    def follow(cls, model: nn.Module, ranks: tuple[int, ...], named: NamedLayout) -> Layout:
+        """Lay out ``model`` as another process did."""
+        modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
+        units = {modules[name]: stage for name, stage in named.units}
+        anchors = {id(parameters[name]): stage for name, stage in named.parameters}
+        return cls.make(model, ranks, units, anchors, {modules[name] for name in named.glue_hooks})
+
+    def holders_by_name(self) -> dict[str, list[int]]:
+        """The stages that hold each parameter."""
+        return {self.parameter_names[key]: sorted(stages) for key, stages in self.holders.items()}
+
+    def hold_too(self, others: Iterable[Mapping[str, Collection[int]]]) -> None:
+        """Before parameters are given up: let stages hold what they hold in others' layouts, who plan other steps."""
+        keys = {name: key for key, name in self.parameter_names.items()}
+        for theirs in others:
+            for name, stages in theirs.items():
+                self.holders[keys[name]].update(stages)
+        self.parameter_home.update({key: min(stages) for key, stages in self.holders.items()})
 
     @property
     def size(self) -> int:

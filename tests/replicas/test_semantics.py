@@ -311,3 +311,42 @@ def misuse(what: str, seed: int) -> tuple[str, str]:
 def test_errors_name_the_rule_and_the_way_out(pool: Pool, seed: int, what: str, error: str, says: str) -> None:
     for kind, text in pool.run(2, misuse, what, seed):
         assert kind == error and says in text and "to fix:" in text
+
+
+def hooked(returns: str, seed: int) -> tuple[str, str]:
+    import smpar as smp
+
+    smp.init({"microbatches": 2})
+    model = smp.DistributedModel(make(Case(), seed))
+
+    def hook(state: None, bucket: Any) -> Any:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result({"short": bucket.buffer()[1:], "text": "averages"}.get(returns))
+        return {"nothing": None, "tensor": bucket.buffer()}.get(returns, future)
+
+    model.register_comm_hook(None, hook)
+
+    @smp.step
+    def train(model: Any, x: Tensor) -> None:
+        model.backward(model(x, True).mean())
+
+    try:
+        train(model, torch.randn(4, WIDTH, dtype=torch.float64))
+    except smp.SmparError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+@pytest.mark.parametrize(
+    ("returns", "says"),
+    [
+        ("nothing", "a NoneType from hook"),
+        ("tensor", "a Tensor from hook"),
+        ("short", "numbers"),
+        ("text", "a future of a str"),
+    ],
+)
+def test_a_hook_that_returns_something_else_is_refused(pool: Pool, seed: int, returns: str, says: str) -> None:
+    kinds, texts = zip(*pool.run(2, hooked, returns, seed), strict=True)
+    assert set(kinds) <= {"WrongHookResult", "PeerFailed"}  # the first to notice stops the other
+    assert any(kind == "WrongHookResult" and says in text for kind, text in zip(kinds, texts, strict=True))
