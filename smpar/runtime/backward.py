@@ -234,6 +234,9 @@ def _split(roots: Iterable[Node]) -> tuple[list[_Later], list[torch.Tensor]]:
         leaf = _leaf_behind(node.next_functions[at][0], uses)
         if leaf is None or getattr(node, "_saved_alpha", 1) != 1:
             continue
+        met: Any = node.next_functions[at - 1][0]
+        if met is not None and met.name() == _LEAF and isinstance(met.variable, nn.Parameter):
+            continue  # a hook may step it as soon as it has its gradient
         if not any(upper for place, (upper, _) in enumerate(node.next_functions) if place != at):
             continue  # only the weight asks for this node: without it, it would not run at all
         if (

@@ -123,6 +123,8 @@ class Executor:
     ) -> list[Any]:
         """Run a step by its timetable; returns the step function's results by microbatch."""
         programs = timetable.programs
+        for program in programs:  # a tensor of which no program knows may have come to require a gradient
+            program.plain.clear()
         inbox = Inbox(self.channels, timetable.incoming, programs, timetable.done)
         runs: list[Replay] = []
         forwards: list[Forward] = []

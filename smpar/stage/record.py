@@ -287,7 +287,7 @@ class MicrobatchProgram:
 
     @functools.cached_property
     def plain(self) -> dict[int, bool]:
-        """Segment -> whether its graph was found to lead to parameters and inputs only; filled as segments run."""
+        """Segment -> whether in this step its graph leads to parameters and inputs only; filled as segments run."""
         return {}
 
     @functools.cached_property

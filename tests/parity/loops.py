@@ -232,6 +232,42 @@ def thawing(degree: int, seed: int) -> Log:
     return [*log, t.state()]
 
 
+class Shifted(nn.Module):
+    """Adds a tensor that is no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.shift = linear(), [torch.zeros(W, dtype=torch.float64)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x)) + self.shift[0]
+
+
+class ShiftedBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = Shifted(), Shifted(), Shifted(), Shifted()
+
+
+def thawing_tensors(degree: int, seed: int) -> Log:
+    """Tensors that no module knows as parameters come to require gradients, and are trained by hand."""
+    t, log = Trainer(degree, ShiftedBlock, "SeveralLosses", momentum), []
+    shifts = [layer.shift[0] for layer in t.module.modules() if isinstance(layer, Shifted)]
+    for i, (x, y) in enumerate(data(seed)):
+        if i == 2:
+            for shift in shifts:
+                shift.requires_grad_(True)
+        t.optimizer.zero_grad()
+        log.append(t.step(learn, x, y))
+        t.optimizer.step()
+        with torch.no_grad():
+            for shift in shifts:
+                if shift.grad is not None:
+                    shift.sub_(shift.grad)
+                    shift.grad = None
+    return [*log, t.state()]
+
+
 def late_group(degree: int, seed: int) -> Log:
     """A group of parameters is added to the optimizer after the first steps."""
     t, log = block(degree, lambda m: torch.optim.Adam(m.module.a.parameters(), lr=0.05, eps=1e-3)), []
@@ -317,6 +353,6 @@ def lbfgs(degree: int, seed: int) -> Log:
 
 
 LOOPS = [
-    accumulation, clipping, schedulers, modes, inference_first, thawing, late_group, reloading, edited_weights,
-    attributes, copies,
+    accumulation, clipping, schedulers, modes, inference_first, thawing, thawing_tensors, late_group, reloading,
+    edited_weights, attributes, copies,
 ]  # fmt: skip

@@ -61,6 +61,7 @@ GRAPHS: dict[str, tuple[Callable[[Model, Tensor], Tensor], int]] = {  # graph, a
     "weight used twice": (lambda m, x: m.a(m.a(x)), 0),
     "weight also used otherwise": (lambda m, x: m.a(x) * m.a.weight.sum(), 0),
     "weight made of a parameter": (lambda m, x: F.linear(x, torch.tanh(m.straight)), 0),
+    "product of two parameters": (lambda m, x: x @ torch.mm(m.straight, m.b.weight), 0),
     "product of two activations": (lambda m, x: torch.mm(x.flatten(0, -2).t(), x.flatten(0, -2)), 0),
     "custom function": (lambda m, x: Doubled.apply(m.a(Doubled.apply(m.b(x)))), 0),
     "checkpoint": (lambda m, x: m.b(checkpoint(lambda y: F.gelu(m.a(y)), x, use_reentrant=False)), 1),
