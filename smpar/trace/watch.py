@@ -49,7 +49,7 @@ _FREE = {"view", "_unsafe_view", "detach", "alias", "expand", "permute", "transp
          "unsqueeze", "squeeze", "as_strided", "split", "unbind", "empty", "empty_strided", "empty_like"}  # fmt: skip
 
 # From so many bytes on, a tensor on the CPU lives in memory fresh from the system, which fills it with zeros first.
-_LARGE = 2**23
+_LARGE = 2**21
 # Fused attention runs at two thirds of the rate of plain products, as its scores pass through a softmax and are made
 # again in the backward.
 _ATTENTION = 1.5

@@ -69,7 +69,7 @@ def test_each_microbatch_but_the_first_adds_its_gradients(microbatches: int, add
     graph = ModuleGraph((Unit("a", "Linear", 1, 4000, 0.0, 1e-6, 2e-6, 0, ()),), (), ())
     rate = RATES["cuda" if torch.cuda.is_available() else "cpu"]
     (cost,) = unit_costs(graph, goal(microbatches))
-    assert cost.time == pytest.approx(3e-6 + added * 3 * 4000 / rate.bytes)
+    assert cost.time == pytest.approx(3e-6 + added * 3 * 4000 / (2.5 * rate.bytes))
 
 
 def test_stages_that_share_a_rank_are_balanced_together() -> None:
