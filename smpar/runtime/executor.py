@@ -27,6 +27,7 @@ from smpar.stage.split import Batch
 from smpar.trace.draws import SeedMode
 from smpar.trace.outcomes import Outcomes
 
+_AHEAD = 2  # messages of the action after the next are asked for before this one's are sent
 _AS_IT_IS: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
 
 
@@ -135,13 +136,13 @@ class Executor:
             run.enter = forward.enter
             runs.append(run)
             forwards.append(forward)
+        for messages in timetable.needs[:_AHEAD]:
+            inbox.prepare(messages)
         try:
             for i, action in enumerate(timetable.actions):
-                for message in timetable.needs[i]:
-                    inbox.expect(message)
-                if i + 1 < len(timetable.actions):
-                    for message in timetable.needs[i + 1]:
-                        inbox.expect(message)
+                inbox.catch_up()
+                for messages in timetable.needs[i + _AHEAD : i + _AHEAD + 1]:
+                    inbox.prepare(messages)
                 final = timetable.final[i]
                 if final is not None:
                     self.reducer.before(final)
@@ -255,6 +256,7 @@ class Executor:
             elif not here:
                 assert leaf is not None
                 grad = leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
+                inbox.catch_up()
                 send(self.channels, ranks[flow.producer], grad, program.metas[flow.tensor])
                 del run.leaves[key]
         if action.kind is Kind.I:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NoReturn, Protocol
 
 import torch
@@ -121,6 +121,7 @@ class Inbox:
         self._expected = {src: deque(messages) for src, messages in orders.items()}
         self._source = {message: src for src, messages in orders.items() for message in messages}
         self._posted: dict[Message, tuple[torch.Tensor, Pending | None]] = {}
+        self._ahead: list[Message] = []
 
     def expect(self, message: Message) -> None:
         """Post the receive of a message, and of those that come before it."""
@@ -136,6 +137,20 @@ class Inbox:
             self._posted[due] = tensor, self._channels.post_recv(src, flat, due) if flat.numel() else None
             if due == message:
                 return
+
+    def prepare(self, messages: Iterable[Message]) -> None:
+        """Messages to `expect` before this rank's next send, or at the next `catch_up`.
+
+        gloo's thread holds a pair's lock while it writes what was sent: who then asks for a receive, waits for it.
+        """
+        self._ahead += messages
+
+    def catch_up(self) -> None:
+        """Expect what was prepared."""
+        if self._ahead:
+            for message in self._ahead:
+                self.expect(message)
+            self._ahead.clear()
 
     def take(self, message: Message) -> torch.Tensor:
         """Wait for a message's tensor."""
@@ -174,6 +189,7 @@ class ReplayWire:
         self._microbatch = microbatch
 
     def send(self, rank: int, tensor: torch.Tensor, meta: Meta) -> None:
+        self._inbox.catch_up()
         send(self._channels, rank, tensor, meta)
 
     def receive(self, rank: int, flow: int, meta: Meta) -> torch.Tensor:
