@@ -31,7 +31,7 @@ from smpar.runtime.join import Joining
 from smpar.runtime.ties import Gradients, Ties
 from smpar.runtime.wide import Wide, wide_type
 
-_PARTS = 8  # at least so many buckets, as long as none is smaller than the first
+_PARTS = 2  # at least so many buckets, as long as none is smaller than the first; 8 were slower on busy cores
 _REMEMBERED = 128  # programs whose windows are known
 _NEVER = 1 << 62  # times to be told of, for a parameter that is ready at the step's end only
 
