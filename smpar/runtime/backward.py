@@ -56,13 +56,12 @@ def whole(edges: Sequence[GradientEdge], starts: Sequence[torch.Tensor], leaves:
 def of_inputs(edges: Sequence[GradientEdge], starts: Sequence[torch.Tensor]) -> list[Product]:
     """Backward without the products that can wait; returns them, for `of_weights`."""
     later, leaves = _split(edge.node for edge in edges)
-    products: list[Product] = []
-    if not leaves:  # nothing would be left to do now
-        later = []
-    for node, weight, make in later:
-        node.register_prehook(functools.partial(_keep, products, make(node, weight)))
-    fresh = [leaf for leaf in leaves if leaf.grad is None] if later else []
-    whole(edges, starts, leaves if later else ())
+    if not later or not leaves:  # nothing would be left to do afterwards, or now
+        whole(edges, starts)
+        return []
+    products = _put_off(later)
+    fresh = [leaf for leaf in leaves if leaf.grad is None]
+    whole(edges, starts, leaves)
     _part(fresh, products)
     return products
 
@@ -77,20 +76,20 @@ def of_inputs_first(
     """As `of_inputs`, but only what the segment's first unit multiplies with its weights waits.
 
     A whole backward comes to that last. If it waits until the gradients of the segment's inputs are on their way, the
-    message travels meanwhile, at no cost of memory or searching of the graph.
+    message travels meanwhile; little memory is kept, and only that unit's part of the graph is searched.
 
     Args:
         heads: where the first unit's results are in the graph.
         alone: ids of parameters that nothing else in the segment uses.
         leaves: all that the graph may lead to.
     """
-    later, _ = _split(edge.node for edge in heads)
-    products: list[Product] = []
-    put_off = {id(weight) for _, weight, _ in later if id(weight) in alone}
-    for node, weight, make in later:
-        if id(weight) in put_off:
-            node.register_prehook(functools.partial(_keep, products, make(node, weight)))
-    whole(edges, starts, [leaf for leaf in leaves if leaf.requires_grad and id(leaf) not in put_off] if put_off else ())
+    later = [one for one in _split(edge.node for edge in heads)[0] if id(one[1]) in alone]
+    if not later:
+        whole(edges, starts)
+        return []
+    waiting = {id(weight) for _, weight, _ in later}
+    products = _put_off(later)
+    whole(edges, starts, [leaf for leaf in leaves if leaf.requires_grad and id(leaf) not in waiting])
     return products
 
 
@@ -138,6 +137,14 @@ def of_weights(products: list[Product]) -> None:
 
 _Make = Callable[[torch.Tensor], Product]  # from the gradient of the result
 _Compute = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def _put_off(later: Iterable[_Later]) -> list[Product]:
+    """A list that the backward, when it comes to these nodes, fills with what their weights need."""
+    products: list[Product] = []
+    for node, weight, make in later:
+        node.register_prehook(functools.partial(_keep, products, make(node, weight)))
+    return products
 
 
 def _keep(products: list[Product], make: _Make, gradients: Any) -> None:
@@ -239,10 +246,8 @@ def _split(roots: Iterable[Node]) -> tuple[list[_Later], list[torch.Tensor]]:
             continue  # a hook may step it as soon as it has its gradient
         if not any(upper for place, (upper, _) in enumerate(node.next_functions) if place != at):
             continue  # only the weight asks for this node: without it, it would not run at all
-        if (
-            getattr(node, f"_raw_saved_{saved}").unpack_hook is not None
-        ):  # recomputed or fetched: that happens only once
-            continue
+        if getattr(node, f"_raw_saved_{saved}").unpack_hook is not None:
+            continue  # recomputed or fetched: that happens only once
         if (node.next_functions[at][0] is not leaf and _watched(node, factor)) or _hooked(leaf):
             continue
         waiting.add(leaf)

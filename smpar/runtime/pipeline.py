@@ -266,9 +266,14 @@ class Pipeline:
             raise ModelError("the model has parameters on the meta device, which hold no values to train")
         c = self.config
         goal = Goal(
-            len(self.ranks), c.microbatches, c.memory_weight, c.auto_partition, c.default_partition, c.skip_tracing
+            len(self.ranks),
+            c.microbatches,
+            c.memory_weight,
+            c.auto_partition,
+            c.default_partition,
+            c.skip_tracing,
+            ranks=self.ranks,
         )
-        goal = dataclasses.replace(goal, ranks=self.ranks)
         with self._tracing("partitioning the model"), contextlib.ExitStack() as stack:
             if self.measure:
                 measurer = stack.enter_context(Measurer(self.outcomes, self.rank == 0))
