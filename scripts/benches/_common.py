@@ -6,7 +6,9 @@ import argparse
 import gc
 import json
 import os
+import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,9 +22,24 @@ import torch
 
 def on_two_ranks(bench: str) -> NoReturn:
     """Become torchrun, with two processes of that bench as its workers, on CPU: they get ``--is-worker``, too."""
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", f"benches.{bench}"]
-    environment = dict(os.environ, CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")  # a core each
-    os.execve(sys.executable, [sys.executable, *launch, *sys.argv[1:], "--is-worker"], environment)
+    os.execve(sys.executable, [*_launch(bench), "--is-worker"], _environment())
+
+
+def judged_on_two_ranks(bench: str) -> int:
+    """Run two processes of that bench, on CPU, with ``--verdict FILE``: their exit status, or 1 if they wrote there."""
+    with tempfile.TemporaryDirectory() as folder:
+        verdict = Path(folder) / "verdict"
+        code = subprocess.call([*_launch(bench), "--verdict", str(verdict)], env=_environment())
+        return code or int(bool(verdict.read_text()))
+
+
+def _launch(bench: str) -> list[str]:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return [sys.executable, *torchrun, "-m", f"benches.{bench}", *sys.argv[1:]]
+
+
+def _environment() -> dict[str, str]:
+    return dict(os.environ, CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")  # a core each
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:

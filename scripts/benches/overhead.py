@@ -19,11 +19,7 @@ memory over these steps, the worse rank's, once the allocators and the interpret
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -35,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import smpar as smp
-from benches._common import Usage, finish, parser, slope
+from benches._common import Usage, finish, judged_on_two_ranks, parser, slope
 
 BLOCKS, OBSERVATIONS = 10, 25
 SETTLE = 2500  # steps until free lists, arenas and caches have filled; some 2 MB in all
@@ -223,12 +219,7 @@ def main() -> int:
     if args.verdict:
         worker(args)
         return 0
-    with tempfile.TemporaryDirectory() as folder:
-        verdict = Path(folder) / "verdict"
-        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-        environment = dict(os.environ, CUDA_VISIBLE_DEVICES="")  # a tiny model: on CPU, wherever it is measured
-        code = subprocess.call([*launch, "benches.overhead", *sys.argv[1:], "--verdict", str(verdict)], env=environment)
-        return code or int(bool(verdict.read_text()))
+    return judged_on_two_ranks("overhead")
 
 
 if __name__ == "__main__":

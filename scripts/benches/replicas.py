@@ -18,10 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import smpar as smp
 from benches._chains import Chain, gpt, loss_of, token_batch
-from benches._common import finish, parser
+from benches._common import finish, on_two_ranks, parser
 from benches._paired import Ratio, Spread, alternate, slowest
 from smpar.runtime.core import runtime
 
@@ -168,9 +165,7 @@ def main() -> int:
     if args.is_worker:
         worker(args)
         return 0
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-    environment = dict(os.environ, CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")  # two processes, a core each
-    return subprocess.call([*launch, "benches.replicas", *sys.argv[1:], "--is-worker"], env=environment)
+    on_two_ranks("replicas")
 
 
 if __name__ == "__main__":

@@ -12,12 +12,8 @@ worse part's. More tensors or threads at the end than after the settling steps m
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -27,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import smpar as smp
-from benches._common import Usage, finish, parser, slope
+from benches._common import Usage, finish, judged_on_two_ranks, parser, slope
 
 VOCABULARY, WIDTH, HEADS, LAYERS, LONGEST = 61, 16, 2, 4, 512
 OBSERVATIONS = 20
@@ -157,12 +153,7 @@ def main() -> int:
     if args.verdict:
         worker(args)
         return 0
-    with tempfile.TemporaryDirectory() as folder:
-        verdict = Path(folder) / "verdict"
-        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-        environment = dict(os.environ, CUDA_VISIBLE_DEVICES="")  # a tiny model: on CPU, wherever it runs
-        code = subprocess.call([*launch, "benches.soak", *sys.argv[1:], "--verdict", str(verdict)], env=environment)
-        return code or int(bool(verdict.read_text()))
+    return judged_on_two_ranks("soak")
 
 
 if __name__ == "__main__":
