@@ -15,7 +15,7 @@ small or empty, never wrong.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -64,49 +64,6 @@ def of_inputs(edges: Sequence[GradientEdge], starts: Sequence[torch.Tensor]) -> 
     whole(edges, starts, leaves)
     _part(fresh, products)
     return products
-
-
-def of_inputs_first(
-    edges: Sequence[GradientEdge],
-    starts: Sequence[torch.Tensor],
-    heads: Sequence[GradientEdge],
-    alone: Collection[int],
-    leaves: Sequence[torch.Tensor],
-) -> list[Product]:
-    """As `of_inputs`, but only what the segment's first unit multiplies with its weights waits.
-
-    A whole backward comes to that last. If it waits until the gradients of the segment's inputs are on their way, the
-    message travels meanwhile; little memory is kept, and only that unit's part of the graph is searched.
-
-    Args:
-        heads: where the first unit's results are in the graph.
-        alone: ids of parameters that nothing else in the segment uses.
-        leaves: all that the graph may lead to.
-    """
-    later = [one for one in _split(edge.node for edge in heads)[0] if id(one[1]) in alone]
-    if not later:
-        whole(edges, starts)
-        return []
-    waiting = {id(weight) for _, weight, _ in later}
-    products = _put_off(later)
-    whole(edges, starts, [leaf for leaf in leaves if leaf.requires_grad and id(leaf) not in waiting])
-    return products
-
-
-def leads_only_to(edges: Sequence[GradientEdge], leaves: Sequence[torch.Tensor]) -> bool:
-    """Whether a graph has no other leaves, and no custom function, which may run a backward of its own."""
-    known = {id(leaf) for leaf in leaves}
-    seen: set[Node] = set()
-    stack: list[Any] = [edge.node for edge in edges]
-    while stack:
-        node = stack.pop()
-        if node in seen or node is None:
-            continue
-        seen.add(node)
-        if isinstance(node, BackwardCFunction) or (node.name() == _LEAF and id(node.variable) not in known):
-            return False
-        stack += [upper for upper, _ in node.next_functions]
-    return True
 
 
 @torch.no_grad()

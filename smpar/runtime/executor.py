@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge
 
 from smpar.errors import GradientSurprise
 from smpar.observe.spans import Spans
@@ -95,7 +94,6 @@ class Executor:
         channels: transfers to the other ranks of the pipeline.
         rank: this rank's place in it.
         reducer: told when backward gives a stage's weights their last gradients.
-        parameters: of this rank that require gradients.
     """
 
     def __init__(
@@ -105,9 +103,7 @@ class Executor:
         rank: int,
         spans: Spans,
         reducer: Reducer,
-        parameters: Sequence[torch.nn.Parameter],
     ) -> None:
-        self.parameters = parameters
         self.reducer = reducer
         self.layout = layout
         self.channels = channels
@@ -124,8 +120,6 @@ class Executor:
     ) -> list[Any]:
         """Run a step by its timetable; returns the step function's results by microbatch."""
         programs = timetable.programs
-        for program in programs:  # a tensor of which no program knows may have come to require a gradient
-            program.plain.clear()
         inbox = Inbox(self.channels, timetable.incoming, programs, timetable.done)
         runs: list[Replay] = []
         forwards: list[Forward] = []
@@ -243,7 +237,7 @@ class Executor:
                 if action.kind is Kind.I:
                     products = backward.of_inputs(edges, starts)
                 else:
-                    products = self._whole_backward(run, program, segment, edges, starts)
+                    backward.whole(edges, starts)
         for index in program.arriving(segment):
             flow = flows[index]
             key = (flow.tensor, segment)
@@ -261,25 +255,3 @@ class Executor:
                 del run.leaves[key]
         if action.kind is Kind.I:
             run.products[segment] = products
-        else:
-            backward.of_weights(products)
-
-    def _whole_backward(
-        self,
-        run: Run,
-        program: MicrobatchProgram,
-        segment: int,
-        edges: list[GradientEdge],
-        starts: list[torch.Tensor],
-    ) -> list[backward.Product]:
-        """Backward of a segment; what another rank does not wait for may be left to the end, and is returned."""
-        heads = run.heads.pop(segment, None) if isinstance(run, Replay) else None
-        if heads:
-            inputs = [leaf for (_, target), leaf in run.leaves.items() if target == segment]
-            leaves = [*self.parameters, *inputs]
-            if segment not in program.plain:
-                program.plain[segment] = backward.leads_only_to(edges, leaves)
-            if program.plain[segment]:
-                return backward.of_inputs_first(edges, starts, heads, program.heads[segment][1], leaves)
-        backward.whole(edges, starts)
-        return []

@@ -147,7 +147,6 @@ class Pipeline:
         self._count = itertools.count()
         self._digests: _Recent = _Recent()
         self._shared: list[nn.Parameter] | None = None
-        self._trained: list[nn.Parameter] = []  # here
         self._ties: Ties | None = None
         self._channels: StageChannels | None = None
 
@@ -240,7 +239,7 @@ class Pipeline:
         if programs is not None:
             self._close()
         shared = self._shared_parameters()
-        executor = Executor(self.layout, self.channels, self.rank, self.spans, self.reducer, self._trained)
+        executor = Executor(self.layout, self.channels, self.rank, self.spans, self.reducer)
         timetable = None if programs is None else self._timetable(tuple(programs))
         with self.reducer.step(shared, timetable, self._ties):
             with marked(self.layout, inside=programs is None), patched():
@@ -433,7 +432,7 @@ class Pipeline:
     def _shared_parameters(self) -> list[nn.Parameter]:
         """Parameters of this rank whose gradients are not done with its own backwards."""
         if self._shared is None:
-            mine = self._trained = [p for p in self._parameters if p.requires_grad and self.holds(p)]
+            mine = [p for p in self._parameters if p.requires_grad and self.holds(p)]
             self._shared = [p for p in mine if not self.reducer.idle or len(self.layout.holding(p)) > 1]
             ties = Ties(self._shared, self.layout.holding, self.channels, self.rank)
             self._ties = ties if ties.parameters else None

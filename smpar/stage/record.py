@@ -13,11 +13,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
-
-from torch import nn
 
 from smpar.schedule.program import Flow, Program, Segment
 from smpar.trace.outcome import Meta, Out, Outcome
@@ -46,17 +43,6 @@ class Event:
     def quiet(self) -> bool:
         """Whether ranks that are not its home have nothing to do but to note its result."""
         return self.direct is not None and not self.flows and not self.outcome.guessed
-
-    @property
-    def uses(self) -> set[int]:
-        """Ids of the parameters that it may use."""
-        own = self.target.parameters() if isinstance(self.target, nn.Module) else ()
-        return {*map(id, own), *self.parameters}
-
-    @property
-    def has_weights(self) -> bool:
-        """Whether it is a unit with parameters that may be factors of products."""
-        return isinstance(self.target, nn.Module) and any(p.dim() > 1 for p in self.target.parameters())
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -265,30 +251,6 @@ class MicrobatchProgram:
     def ranks(self) -> tuple[int, ...]:
         """Segment -> rank."""
         return self.shape.segment_ranks
-
-    @functools.cached_property
-    def heads(self) -> dict[int, tuple[Event, frozenset[int]]]:
-        """Segment -> its first unit with weights, and the ids of those that nothing else in the segment uses.
-
-        Only of segments for whose gradients another rank waits, and that do the same each time.
-        """
-        awaited = {f.target for f in self.shape.flows if f.backward and self.ranks[f.target] != self.ranks[f.producer]}
-        events: dict[int, list[Event]] = {}
-        for event in self.events:
-            if isinstance(event, Event) and event.segment in awaited:
-                events.setdefault(event.segment, []).append(event)
-        heads: dict[int, tuple[Event, frozenset[int]]] = {}
-        for segment, members in events.items():
-            uses = Counter(key for event in members for key in event.uses)
-            head = next((e for e in members if e.has_weights), None)
-            if head is not None and not any(e.outcome.guessed for e in members):
-                heads[segment] = head, frozenset(key for key in head.uses if uses[key] == 1)
-        return heads
-
-    @functools.cached_property
-    def plain(self) -> dict[int, bool]:
-        """Segment -> whether in this step its graph leads to parameters and inputs only; filled as segments run."""
-        return {}
 
     @functools.cached_property
     def random(self) -> bool:

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from smpar.errors import LeftProgram
 from smpar.stage import special
@@ -54,8 +53,6 @@ class Replay(Run):
         super().__init__(layout, seed, share, wire)
         self.program = program
         self._quiet = program.quiet
-        self._heads = program.heads
-        self.heads: dict[int, list[GradientEdge]] = {}  # segment -> where its first unit's results are in the graph
         self._cursor = 0
         self._segment: int | None = None
         self.enter: Callable[[int], None] = _nowhere
@@ -80,15 +77,6 @@ class Replay(Run):
             leaves = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
             return leaves, (ONE if len(args) == 1 and not kwargs and leaves else _Bare(args, kwargs))
         return super()._apart(args, kwargs)
-
-    def _execute(
-        self, event: Event, leaves: list[Any], spec: tree.Spec, fn: Callable[[Any, Any], Any]
-    ) -> tuple[Outcome, list[Any]]:
-        outcome, values = super()._execute(event, leaves, spec, fn)
-        head = self._heads.get(event.segment)
-        if head is not None and head[0] is event:
-            self.heads[event.segment] = [get_gradient_edge(v) for v in values if v.grad_fn is not None]
-        return outcome, values
 
     def _together(self, spec: tree.Spec, leaves: list[Any]) -> Any:
         if type(spec) is not _Bare:
@@ -183,7 +171,6 @@ class Replay(Run):
 
     def release(self) -> None:
         super().release()
-        self.heads.clear()
         self.released = True
         self.enter = _nowhere  # the coroutine it belonged to refers to this run
 

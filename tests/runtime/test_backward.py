@@ -227,8 +227,7 @@ def test_under_autocast(seed: int) -> None:
             torch.testing.assert_close(p.grad, q.grad, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("parts", [1, 2])
-def test_nothing_of_the_graph_is_left(seed: int, parts: int) -> None:
+def test_nothing_of_the_graph_is_left(seed: int) -> None:
     """Not even in a cycle of references: collecting garbage would come too late."""
     torch.manual_seed(seed)
     model, x = Model(), torch.randn(2, 5, WIDTH, requires_grad=True)
@@ -237,57 +236,11 @@ def test_nothing_of_the_graph_is_left(seed: int, parts: int) -> None:
     alive = [weakref.ref(t) for t in (x, y, z)]
     gc.disable()
     try:
-        heads = [get_gradient_edge(y)] if parts == 1 else []
         edges, start = [get_gradient_edge(z)], torch.ones(())
-        leaves = [x, *model.parameters()]
-        if heads:
-            products = backward.of_inputs_first(edges, [start], heads, {*map(id, model.parameters())}, leaves)
-        else:
-            products = backward.of_inputs(edges, [start])
-        assert len(products) == (2 if parts == 1 else 3)
-        del x, y, z, heads, edges, leaves
+        products = backward.of_inputs(edges, [start])
+        assert len(products) == 3
+        del x, y, z, edges
         assert [r() for r in alive] == [None] * 3, "before the weights' part is done"
         backward.of_weights(products)
     finally:
         gc.enable()
-
-
-def test_only_what_the_first_unit_multiplies_waits(seed: int) -> None:
-    torch.manual_seed(seed)
-    parted = Model().double()
-    whole = copy.deepcopy(parted)
-    x = torch.randn(2, 5, WIDTH, dtype=torch.float64)
-    first = parted.a(x.clone().requires_grad_())
-    y = parted.b(first)
-    leaves = list(parted.parameters())
-    products = backward.of_inputs_first(
-        [get_gradient_edge(y)], [torch.ones_like(y)], [get_gradient_edge(first)], {id(parted.a.weight)}, leaves
-    )
-    assert [p.weight for p in products] == [parted.a.weight]
-    assert parted.a.weight.grad is None and parted.b.weight.grad is not None
-    backward.of_weights(products)
-    whole.b(whole.a(x)).backward(torch.ones_like(y))
-    compare(parted, whole)
-
-
-def test_a_weight_that_others_use_does_not_wait(seed: int) -> None:
-    torch.manual_seed(seed)
-    parted = Model().double()
-    whole = copy.deepcopy(parted)
-    x = torch.randn(2, 5, WIDTH, dtype=torch.float64)
-    first = parted.a(x.clone().requires_grad_())
-    y = parted.a(first)
-    edges, heads = [get_gradient_edge(y)], [get_gradient_edge(first)]
-    assert not backward.of_inputs_first(edges, [torch.ones_like(y)], heads, set(), list(parted.parameters()))
-    whole.a(whole.a(x)).backward(torch.ones_like(y))
-    compare(parted, whole)
-
-
-def test_graphs_that_lead_elsewhere_are_seen(seed: int) -> None:
-    torch.manual_seed(seed)
-    model, x = Model(), torch.randn(3, WIDTH, requires_grad=True)
-    own = torch.randn(3, WIDTH, requires_grad=True)
-    leaves = [x, *model.parameters()]
-    assert backward.leads_only_to([get_gradient_edge(model.b(model.a(x)))], leaves)
-    assert not backward.leads_only_to([get_gradient_edge(model.a(x) * own)], leaves)
-    assert not backward.leads_only_to([get_gradient_edge(Doubled.apply(model.a(x)))], leaves)
