@@ -152,6 +152,7 @@ def in_a_ring(group: dist.ProcessGroup, rank: int, draw: torch.Generator) -> Non
 def first_operations_cross(group: dist.ProcessGroup, rank: int, draw: torch.Generator) -> None:
     """Two communicators, each first used by one rank while the other connects the other one."""
     pair = [group, dist.new_group(backend=BACKEND)]
+    dist.barrier()  # a rank that came late to its first operation would have nothing queued when patience ends
     works = [pair[i].send([torch.zeros(2)], 1 - rank, 0) if i == rank else None for i in (rank, 1 - rank)]
     works += [pair[1 - rank].recv([torch.zeros(2)], 1 - rank, 0)]
     for work in filter(None, works):

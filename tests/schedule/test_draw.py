@@ -86,7 +86,10 @@ def test_memory_lines_are_to_scale(seed: int) -> None:
 
 
 def test_memory_curves_of_an_svg_are_to_scale(seed: int) -> None:
+    """Of programs whose segments take time: what is held for no time has no place on a time axis."""
     program = random_program(random.Random(seed))
+    lasting = tuple(replace(s, forward=s.forward + 1, backward=s.backward + 1) for s in program.segments)
+    program = replace(program, segments=lasting)
     schedule = make_schedule("zb", program, 4)
     root = ET.fromstring(draw_svg(schedule, program, width=1000))
     paths = list(root.iter(f"{SVG}path"))
