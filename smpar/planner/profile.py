@@ -8,7 +8,7 @@ As JSON, with seconds as rows of one number per layer, one row per microbatch si
     {"layers": [{"name": "embed", "parameters": 54558720, "saved": 4194304}, ...],
      "tensors": [{"source": 0, "targets": [1], "elements": 1048576}, ...],
      "tied": [{"layers": [0, 28], "parameters": 53510144}],
-     "times": [{"device": "T4", "tp": 1, "microbatches": [1, 4], "forward": [[...], [...]], "backward": [[...], [...]]}]}
+     "times": [{"device": "T4", "tp": 1, "microbatches": [1, 4], "forward": [[...], [...]], "backward": [...]}]}
 """
 
 from __future__ import annotations
