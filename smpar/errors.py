@@ -46,6 +46,10 @@ class ProfileError(PlanError):
     """A profile of a model contradicts itself, or lacks what a plan needs."""
 
 
+class PlanFileError(PlanError):
+    """A plan file cannot be read, or is of another model, batch or world."""
+
+
 class NativeMissing(SmparError):
     """The planner's compiled core is not there."""
 
