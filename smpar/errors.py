@@ -46,6 +46,10 @@ class ProfileError(PlanError):
     """A profile of a model contradicts itself, or lacks what a plan needs."""
 
 
+class ClusterError(PlanError):
+    """A description of a cluster contradicts itself, lacks a number, or names something unknown."""
+
+
 class NativeMissing(SmparError):
     """The planner's compiled core is not there."""
 
@@ -288,3 +292,7 @@ class OtherMicrobatch(StepError):
 
     RULE = "a stage tensor is used by the microbatch that made it, and by no other"
     FIX = "return the tensor from the step and pass it to the next step as an argument; keep no tensor in an attribute"
+
+
+class CommandError(SmparError):
+    """A command of ``smpar`` got an argument that it cannot use."""
