@@ -50,6 +50,10 @@ class PlanFileError(PlanError):
     """A plan file cannot be read, or is of another model, batch or world."""
 
 
+class ClusterError(PlanError):
+    """A description of a cluster contradicts itself, lacks a number, or names something unknown."""
+
+
 class NativeMissing(SmparError):
     """The planner's compiled core is not there."""
 
@@ -292,3 +296,7 @@ class OtherMicrobatch(StepError):
 
     RULE = "a stage tensor is used by the microbatch that made it, and by no other"
     FIX = "return the tensor from the step and pass it to the next step as an argument; keep no tensor in an attribute"
+
+
+class CommandError(SmparError):
+    """A command of ``smpar`` got an argument that it cannot use."""

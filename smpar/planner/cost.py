@@ -147,7 +147,7 @@ class CostModel:
         """The simulated pipeline of the slowest kind of replica, with all its actions."""
         case = _Case(self, strategy)
         slowest = max(case.pipelines, key=lambda p: simulate_named(p, strategy.schedule, strategy.microbatches).seconds)
-        return simulate_named(slowest, strategy.schedule, strategy.microbatches, record=True)
+        return simulate_named(slowest, strategy.schedule, strategy.microbatches, timetable=True)
 
 
 @dataclass(frozen=True)
