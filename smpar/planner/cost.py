@@ -11,6 +11,7 @@ link's rate; a network card carries all messages and rings of its node at once, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -146,7 +147,7 @@ class CostModel:
         """The simulated pipeline of the slowest kind of replica, with all its actions."""
         case = _Case(self, strategy)
         slowest = max(case.pipelines, key=lambda p: simulate_named(p, strategy.schedule, strategy.microbatches).seconds)
-        return simulate_named(slowest, strategy.schedule, strategy.microbatches, actions=True)
+        return simulate_named(slowest, strategy.schedule, strategy.microbatches, timetable=True)
 
 
 @dataclass(frozen=True)
@@ -242,7 +243,7 @@ class _Case:
                 backward[stage + 1] += back + late
             wires, latency = ([0.0] * len(latency), [0.0] * len(latency)), [0.0] * len(latency)
         return Pipeline(
-            tuple(ranks), tuple(forward), tuple(backward), tuple(weight), tuple(self.kept),
+            tuple(ranks), tuple(forward), tuple(backward), tuple(weight), tuple(map(math.ceil, self.kept)),
             tuple(wires[0]), tuple(wires[1]), tuple(latency), tuple(latency),
         )  # fmt: skip
 
@@ -272,7 +273,7 @@ class _Case:
             reduced - end,
             total - reduced,
             1.0 - sum(busy) / (strategy.pp * end) if end else 0.0,
-            tuple(self._memory(rank, max(line.peak[rank] for line in lines)) for rank in range(strategy.pp)),
+            tuple(self._memory(rank, max(line.peak_bytes[rank] for line in lines)) for rank in range(strategy.pp)),
             net.limits,
             self._stages(reductions),
         )

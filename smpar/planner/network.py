@@ -69,6 +69,7 @@ def network(
         seconds: device type -> what the whole model takes on it; of a tensor-parallel group, the slowest type counts.
     """
     node = [cluster.node_of(device) for device in devices]
+    card = [cluster.nic_of(device) for device in devices]
     kind = [cluster.type_of(device) for device in devices]
     places = range(tp * dp)  # of one pipeline rank
     width = tp * dp
@@ -76,15 +77,15 @@ def network(
     for p in range(pp):
         q = (p + 1) % pp
         here, there = [p * width + i for i in places], [q * width + i for i in places]
-        out: Counter[int] = Counter(node[a] for a, b in zip(here, there, strict=True) if node[a] != node[b])
-        into: Counter[int] = Counter(node[b] for a, b in zip(here, there, strict=True) if node[a] != node[b])
+        out: Counter[int] = Counter(card[a] for a, b in zip(here, there, strict=True) if node[a] != node[b])
+        into: Counter[int] = Counter(card[b] for a, b in zip(here, there, strict=True) if node[a] != node[b])
         seen: dict[tuple[int, int, int], Way] = {}
         for d in range(dp):
             a, b = here[d * tp], there[d * tp]
             if pp == 1:
                 ways[d].append(FREE)
                 continue
-            share = 1 if node[a] == node[b] else max(out[node[a]], into[node[b]])
+            share = 1 if node[a] == node[b] else max(out[card[a]], into[card[b]])
             key = (node[a], node[b], share)
             way = None if cluster.matrix is not None else seen.get(key)
             if way is None:
@@ -117,9 +118,9 @@ def ring_seconds(
     """
     rings: Counter[int] = Counter()
     for group in (g for groups_ in groups for g in groups_):
-        nodes = {cluster.node_of(devices[i]) for i in group}
-        if len(nodes) > 1:
-            rings.update(nodes)
+        members = [devices[i] for i in group]
+        if len({cluster.node_of(device) for device in members}) > 1:
+            rings.update({cluster.nic_of(a) for edge in _crossing(cluster, members) for a in edge})
     return tuple(max(_ring(cluster, runtime, [devices[i] for i in g], rings) for g in groups_) for groups_ in groups)
 
 
@@ -127,24 +128,34 @@ def _ring(cluster: Cluster, runtime: Runtime, members: list[int], rings: Counter
     size = len(members)
     if size == 1:
         return 0.0
-    nodes = sorted({cluster.node_of(device) for device in members})
-    order = sorted(members, key=cluster.node_of)
-    slowest = 0.0
-    for a, b in _round(order):
-        near = cluster.same_node(a, b)
-        if near and len(nodes) > 1 and cluster.matrix is None:
-            continue  # never slower than the card
-        rate = cluster.link(a, b).bandwidth * (runtime.intra if near else runtime.nic)
-        share = 1 if near else max(rings[cluster.node_of(a)], rings[cluster.node_of(b)])
-        slowest = max(slowest, share / rate)
+    slowest = max(
+        _share(cluster, rings, a, b) / _rate(cluster, runtime, a, b)
+        for a, b in _round(sorted(members, key=cluster.node_of))
+    )
     return 2 * (size - 1) / size * slowest
+
+
+def _share(cluster: Cluster, rings: Mapping[int, int], a: int, b: int) -> int:
+    """How many rings the network cards between two devices carry."""
+    return 1 if cluster.same_node(a, b) else max(rings[cluster.nic_of(a)], rings[cluster.nic_of(b)])
 
 
 def _round(members: Sequence[int]) -> Iterable[tuple[int, int]]:
     return zip(members, (*members[1:], members[0]), strict=True)
 
 
+def _crossing(cluster: Cluster, members: Sequence[int]) -> Iterable[tuple[int, int]]:
+    """The links of a ring that lie between nodes."""
+    return ((a, b) for a, b in _round(sorted(members, key=cluster.node_of)) if not cluster.same_node(a, b))
+
+
+def _rate(cluster: Cluster, runtime: Runtime, a: int, b: int) -> float:
+    """Bytes per second that a transfer gets."""
+    stated = cluster.link(a, b).bandwidth
+    if cluster.measured:
+        return stated
+    return stated * (runtime.intra if cluster.same_node(a, b) else runtime.nic)
+
+
 def _way(cluster: Cluster, runtime: Runtime, a: int, b: int, share: int) -> Way:
-    link = cluster.link(a, b)
-    rate = link.bandwidth * (runtime.intra if cluster.same_node(a, b) else runtime.nic)
-    return Way(share / rate, link.latency + runtime.message_seconds)
+    return Way(share / _rate(cluster, runtime, a, b), cluster.link(a, b).latency + runtime.message_seconds)
