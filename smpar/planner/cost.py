@@ -15,6 +15,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -84,6 +85,20 @@ class Prediction:
         return max(need - limit for need, limit in zip(self.memory, self.limits, strict=True))
 
 
+class Memory(NamedTuple):
+    """Bytes on one device: state of the parameters, what is kept of microbatches, what a layer needs while it runs."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    working: float
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.gradients + self.optimizer + self.activations + self.working
+
+
 class CostModel:
     """Predicts strategies of one model on one cluster.
 
@@ -142,6 +157,10 @@ class CostModel:
         case = _Case(self, strategy)
         lines = [simulate_named(p, strategy.schedule, strategy.microbatches) for p in case.pipelines]
         return [max(line.busy[rank] for line in lines) for rank in range(strategy.pp)]
+
+    def memory(self, strategy: Strategy) -> list[Memory]:
+        """What fills a device of each pipeline rank, the worst replica's."""
+        return _Case(self, strategy).memory()
 
     def timeline(self, strategy: Strategy) -> Timeline:
         """The simulated pipeline of the slowest kind of replica, with all its actions."""
@@ -273,7 +292,7 @@ class _Case:
             reduced - end,
             total - reduced,
             1.0 - sum(busy) / (strategy.pp * end) if end else 0.0,
-            tuple(self._memory(rank, max(line.peak_bytes[rank] for line in lines)) for rank in range(strategy.pp)),
+            tuple(memory.total for memory in self.memory(lines)),
             net.limits,
             self._stages(reductions),
         )
@@ -312,8 +331,17 @@ class _Case:
             return 0.0
         return self._held(rank) * self.model.runtime.weight * self.net.reduction[rank] / 2
 
-    def _memory(self, rank: int, activations: float) -> float:
-        """Bytes on a device: state, what is kept of microbatches in flight, and the largest layer's working memory."""
+    def memory(self, lines: Sequence[Timeline] = ()) -> list[Memory]:
+        """By pipeline rank: state, what is kept of microbatches in flight, and the largest layer's working memory.
+
+        Args:
+            lines: the simulated pipelines, if they are there already.
+        """
+        strategy = self.strategy
+        lines = lines or [simulate_named(p, strategy.schedule, strategy.microbatches) for p in self.pipelines]
+        return [self._memory(rank, max(line.peak_bytes[rank] for line in lines)) for rank in range(strategy.pp)]
+
+    def _memory(self, rank: int, activations: float) -> Memory:
         strategy, runtime = self.strategy, self.model.runtime
         optimizer = runtime.optimizer / (strategy.dp if strategy.shard_optimizer else 1)
         working = 0.0
@@ -322,7 +350,8 @@ class _Case:
                 again = self.saved[stage] if strategy.recomputes(stage) else 0.0
                 layers = max(self.model.flow.transient[a:b], default=0.0) * strategy.microbatch / strategy.tp
                 working = max(working, again + layers)
-        return self._held(rank) * (runtime.weight + runtime.gradient + optimizer) + activations + working
+        held = self._held(rank)
+        return Memory(held * runtime.weight, held * runtime.gradient, held * optimizer, activations, working)
 
     def _stages(self, reductions: list[float]) -> tuple[Stage, ...]:
         state = self.model.runtime.state

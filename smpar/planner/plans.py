@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +113,7 @@ class Plans(Sequence[Plan]):
         frontier: for each number of devices, the best seconds found with so many.
         seconds: that the search took.
         complete: False if it was interrupted.
+        degrees: the best seconds found for each (tp, pp, dp) of which a strategy was simulated.
     """
 
     plans: tuple[Plan, ...]
@@ -120,6 +121,7 @@ class Plans(Sequence[Plan]):
     frontier: Mapping[int, float]
     seconds: float
     complete: bool = True
+    degrees: Mapping[tuple[int, int, int], float] = field(default_factory=dict)
 
     def __getitem__(self, index: Any) -> Any:
         return self.plans[index]
@@ -140,6 +142,7 @@ class Plans(Sequence[Plan]):
             "plans": [plan.to_dict() for plan in self.plans],
             "counts": dict(self.counts),
             "frontier": {str(devices): seconds for devices, seconds in self.frontier.items()},
+            "degrees": [[*degrees, seconds] for degrees, seconds in self.degrees.items()],
             "search_seconds": self.seconds,
             "complete": self.complete,
         }

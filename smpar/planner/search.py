@@ -87,6 +87,7 @@ class _Search:
         self.worst_kept = float("inf")
         self.counts: Counter[str] = Counter()
         self.frontier: dict[int, float] = {}
+        self.by_degrees: dict[tuple[int, int, int], float] = {}
         self.nearest: tuple[float, Strategy, Prediction | None] | None = None  # of those too large, the least excess
 
     def run(self) -> Plans:
@@ -117,7 +118,12 @@ class _Search:
         plans = [Plan(f.strategy, f.prediction, names, self.model.cluster) for f in ranked]
         told = [replace(plan, why=explain(self.model, plans[0], plan)) for plan in plans]
         return Plans(
-            tuple(told), dict(self.counts), dict(sorted(self.frontier.items())), time.perf_counter() - started, complete
+            tuple(told),
+            dict(self.counts),
+            dict(sorted(self.frontier.items())),
+            time.perf_counter() - started,
+            complete,
+            self.by_degrees,
         )
 
     # -- candidates -----------------------------------------------------------------------------
@@ -213,14 +219,20 @@ class _Search:
             self._missed(prediction.excess, strategy, prediction)
             return False
         found = _Found(strategy, prediction)
-        devices = len(strategy.devices)
-        self.frontier[devices] = min(self.frontier.get(devices, float("inf")), found.seconds)
+        self._note(found)
         before = self.best.get(found.kind)
         if before is None or found.seconds < before.seconds:
             self.best[found.kind] = found
             if len(self.best) >= self.keep:
                 self.worst_kept = heapq.nsmallest(self.keep, (f.seconds for f in self.best.values()))[-1]
         return True
+
+    def _note(self, found: _Found) -> None:
+        """The best seconds with so many devices, and with such degrees."""
+        s = found.strategy
+        devices, degrees = len(s.devices), (s.tp, s.pp, s.dp)
+        self.frontier[devices] = min(self.frontier.get(devices, float("inf")), found.seconds)
+        self.by_degrees[degrees] = min(self.by_degrees.get(degrees, float("inf")), found.seconds)
 
     def _missed(self, excess: float, strategy: Strategy, prediction: Prediction | None) -> None:
         self.counts["too large"] += 1
@@ -236,6 +248,7 @@ class _Search:
             while (better := self._neighbour(here)) is not None:
                 here = better
             self.best[here.kind] = here
+            self._note(here)
 
     def _neighbour(self, found: _Found) -> _Found | None:
         for strategy in (*self._less_recomputing(found.strategy), *self._moved(found.strategy)):
