@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from smpar.describe.names import compress
+from smpar.describe.numbers import count, duration, percent
 from smpar.describe.prediction import Stage, most_in_flight, predict_stages, predict_step, step_shape, transfer
 from smpar.errors import NothingRan
 from smpar.runtime.core import Runtime, runtime
@@ -105,8 +106,8 @@ def _table(now: Runtime, rows: list[Stage]) -> Table:
             str(stage),
             ", ".join(str(rank) for rank in sorted(group[placed[stage]] for group in groups)),
             compress([n or "(model)" for n in row.units], others) or "nothing",
-            f"{_count(row.parameters)} ({size(row.parameter_bytes)})" + (" †" if row.tied else ""),
-            "not predicted" if row.seconds is None else f"{_duration(row.seconds)}  {_percent(row.seconds, total)}",
+            f"{count(row.parameters)} ({size(row.parameter_bytes)})" + (" †" if row.tied else ""),
+            "not predicted" if row.seconds is None else f"{duration(row.seconds)}  {percent(row.seconds, total)}",
             "not predicted" if row.memory is None else size(row.memory),
         )
     return table
@@ -124,7 +125,7 @@ def _notes(now: Runtime, rows: list[Stage]) -> list[str]:
         seconds, idle = predict_step(timetable.schedule, step_shape(timetable.programs))
         notes.append(
             f"{timetable.schedule.name}, {len(timetable.programs)} microbatches: "
-            f"predicted {_duration(seconds)} per step, bubble {100 * idle:.0f} %"
+            f"predicted {duration(seconds)} per step, bubble {100 * idle:.0f} %"
         )
     else:
         notes.append(f"{now.config.microbatches} microbatches in program order, as the step reads values while it runs")
@@ -177,24 +178,6 @@ def _last_schedule(now: Runtime) -> tuple[Schedule, Program]:
         shape = step_shape(pipeline.in_order)
         return dataclasses.replace(fill_drain(shape, len(pipeline.in_order)), name="program order"), shape
     raise NothingRan("no step has run yet")
-
-
-def _count(number: int) -> str:
-    for unit, scale in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= scale:
-            return f"{number / scale:.3g} {unit}"
-    return str(number)
-
-
-def _duration(seconds: float) -> str:
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if seconds >= scale:
-            return f"{seconds / scale:.3g} {unit}"
-    return f"{seconds / 1e-9:.3g} ns"
-
-
-def _percent(part: float, whole: float) -> str:
-    return f"{100 * part / whole:.0f} %" if whole else "-"
 
 
 def metrics(on: bool = True) -> None:
