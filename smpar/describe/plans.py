@@ -2,9 +2,12 @@
 
 ::
 
-       degrees      schedule  microbatches  per step  samples/s  bubble  fullest device    against the best
+       degrees      schedule  microbatches  per step  samples/s  bubble  fullest device
     1  pp 2 x dp 4  zbv x 2   16 of 1         5.81 s       11.0     1 %  12.1 of 15.8 GiB
-    2  pp 2 x dp 4  zbv x 2   8 of 2          5.83 s       11.0     2 %  12.4 of 15.8 GiB  +0.4 %: bubble and ...
+    2  pp 2 x dp 4  zbv x 2   8 of 2          5.83 s       11.0     2 %  12.4 of 15.8 GiB
+
+    why the others lost
+    2  +0.4 %: bubble and transfers cost 147 ms against 70.8 ms
 
     stage  rank  layers        devices       forward  backward  receives  reduction  memory of the rank
         0     0  wte, h.0-9    0-3 (V100)      66 ms    132 ms       0 s      12 ms    12.1 of 15.8 GiB
@@ -50,6 +53,7 @@ def _print(plans: Plans, console: Console) -> None:
     for part in (
         ranking(plans),
         searched(plans),
+        *lost(plans),
         "",
         "the best plan, stage by stage (times of one microbatch; reduction once a step)",
         stages(plans.best),
@@ -71,7 +75,7 @@ def ranking(plans: Plans) -> Table:
     """A line for each plan, the best first."""
     table = _table(
         {"": True, "degrees": False, "schedule": False, "microbatches": False, "per step": True, "samples/s": True,
-         "bubble": True, "fullest device": True, "against the best": False}
+         "bubble": True, "fullest device": True}
     )  # fmt: skip
     for number, plan in enumerate(plans, 1):
         table.add_row(
@@ -81,9 +85,16 @@ def ranking(plans: Plans) -> Table:
             f"{plan.samples_per_second:.4g}",
             percent(plan.prediction.bubble, 1.0),
             fullest(plan),
-            plan.why,
         )
     return table
+
+
+def lost(plans: Plans) -> list[str]:
+    """Why each plan but the best is slower; no lines if there is only one."""
+    reasons = [
+        f"{number:>2}  {plan.why or 'as fast'}" for number, plan in enumerate(plans, 1) if plan is not plans.best
+    ]
+    return ["", "why the others lost", *reasons] if reasons else []
 
 
 def of_strategy(plan: Plan) -> tuple[str, str, str]:
