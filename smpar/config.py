@@ -102,6 +102,51 @@ def _placement(default: str) -> Any:
 
 
 @dataclass(frozen=True)
+class Planned:
+    """What a plan file says beyond the configuration's other keys; ``smpar.init`` makes it of the file.
+
+    Attributes:
+        layers: the model's units by name, each with its stage.
+        order: the rank at each place of the mesh, see `smpar.mesh.Mesh`.
+        nodes: number of ranks on each machine.
+        samples: that a replica takes in a step.
+    """
+
+    layers: tuple[tuple[str, int], ...]
+    order: tuple[int, ...]
+    nodes: tuple[int, ...]
+    samples: int
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any]) -> Planned:
+        """Read what ``dataclasses.asdict`` gave."""
+        layers = tuple((str(name), int(stage)) for name, stage in given["layers"])
+        return cls(layers, tuple(given["order"]), tuple(given["nodes"]), given["samples"])
+
+    def check_world(self, size: int) -> None:
+        """Raise MeshError unless the job has as many ranks as the plan."""
+        if size == len(self.order):
+            return
+        each = set(self.nodes)
+        start = f"torchrun --nnodes {len(self.nodes)} --nproc-per-node {self.nodes[0]}"
+        if len(each) > 1:
+            start = "torchrun on each machine with --nproc-per-node " + ", ".join(map(str, self.nodes)) + " in turn"
+        raise MeshError(
+            "a plan runs on as many ranks as it has devices",
+            f"{size} ranks, and a plan for {len(self.order)} (by machine: {', '.join(map(str, self.nodes))})",
+            f"{start}; or plan for the machines you have (smpar plan ... --fix devices={size})",
+        )
+
+
+def _plan(key: str, value: Any) -> Planned | None:
+    if value is None or isinstance(value, Planned):
+        return value
+    if isinstance(value, Mapping) and value.keys() == {f.name for f in fields(Planned)}:
+        return Planned.from_dict(value)
+    raise _wrong(key, value, "a plan, or the path of its file, given to smpar.init", "plan.json")
+
+
+@dataclass(frozen=True)
 class Config:
     """What ``smpar.init`` was told, complete with defaults. Make it with `from_dict` or `from_environment`.
 
@@ -146,6 +191,7 @@ class Config:
     static_mode: bool = _flag(True)
     fast_mode: bool = _flag(False)
     delayed_parameter_initialization: bool = _flag(False)
+    plan: Planned | None = field(default=None, metadata={"check": _plan})
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any] | None = None) -> Config:
@@ -192,20 +238,7 @@ class Config:
         Raises:
             ConfigError: the variable is not a JSON object; and as `from_dict`.
         """
-        text = environ.get(ENVIRONMENT_KEY, "")
-        if not text.strip():
-            return cls.from_dict({})
-        try:
-            given = json.loads(text)
-        except ValueError as error:
-            given = error
-        if not isinstance(given, dict):
-            raise ConfigError(
-                f"the environment variable {ENVIRONMENT_KEY} must be a JSON object",
-                f"{text[:200]!r}" + (f": {given}" if isinstance(given, ValueError) else ""),
-                f"export {ENVIRONMENT_KEY}='{{\"pipeline_parallel_degree\": 2}}'",
-            )
-        return cls.from_dict(given)
+        return cls.from_dict(given_in(environ))
 
     @property
     def stages(self) -> int:
@@ -220,6 +253,28 @@ class Config:
     def to_dict(self) -> dict[str, Any]:
         """All keys with their values; `from_dict` reads it back."""
         return asdict(self)
+
+
+def given_in(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """The user's keys in the variable ``SM_HP_MP_PARAMETERS``, unchecked; none if it is not set.
+
+    Raises:
+        ConfigError: the variable is not a JSON object.
+    """
+    text = environ.get(ENVIRONMENT_KEY, "")
+    if not text.strip():
+        return {}
+    try:
+        given = json.loads(text)
+    except ValueError as error:
+        given = error
+    if not isinstance(given, dict):
+        raise ConfigError(
+            f"the environment variable {ENVIRONMENT_KEY} must be a JSON object",
+            f"{text[:200]!r}" + (f": {given}" if isinstance(given, ValueError) else ""),
+            f"export {ENVIRONMENT_KEY}='{{\"pipeline_parallel_degree\": 2}}'",
+        )
+    return given
 
 
 def _without_aliases(given: dict[str, Any]) -> dict[str, Any]:

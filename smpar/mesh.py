@@ -11,11 +11,19 @@ pp = 2, tp = 2 (so rdp = 2):
     d1      4   5   6   7                   d1     1   5   3   7
 
 Under DPT a replica (row) is made of neighbouring ranks; under TPD the copies of one shard (column) are.
+
+An explicit order names the rank at each place instead; places are counted as under PDT. ``order=(2, 3, 0, 1)`` with
+pp = 2 puts the pipeline's first ranks on the second machine of two::
+
+             p0  p1
+    d0        2   0
+    d1        3   1
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple, get_args
 
 from smpar.errors import MeshError
@@ -56,16 +64,22 @@ class Mesh:
 
     An axis' groups are the sets of ranks that differ along that axis only. ``mp`` runs along pp and tp (one
     replica), ``dp`` along rdp and tp (all ranks that hold one stage), ``world`` along all. Within a group the
-    order is that of the global ranks, which for pp, tp and rdp is also the order of their coordinate.
+    order is that of the global ranks, which for pp, tp and rdp is also the order of their coordinate; with an explicit
+    ``order`` it is that of the places (of the global ranks along ``world``).
+
+    Attributes:
+        order: the rank at place ``tp + tp_degree * (rdp + rdp_degree * pp)``, instead of a placement.
 
     Raises:
-        MeshError: a degree is below 1, or ``pp * tp`` does not divide ``world_size``, or the placement is unknown.
+        MeshError: a degree is below 1, or ``pp * tp`` does not divide ``world_size``, or the placement is unknown, or
+            the order does not name each rank once.
     """
 
     world_size: int
     pp: int = 1
     tp: int = 1
     placement: str = "DPT"
+    order: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if min(self.world_size, self.pp, self.tp) < 1:
@@ -82,7 +96,13 @@ class Mesh:
                 f"start {fits} ranks (torchrun --nproc-per-node), or change pipeline_parallel_degree "
                 "or tensor_parallel_degree",
             )
-        object.__setattr__(self, "placement", placement_letters(self.placement))
+        if self.order and sorted(self.order) != list(range(self.world_size)):
+            raise MeshError(
+                "an order of ranks names each of them once",
+                f"{self.order} for {self.world_size} ranks",
+                f"give the numbers 0 to {self.world_size - 1}, each once",
+            )
+        object.__setattr__(self, "placement", "PDT" if self.order else placement_letters(self.placement))
 
     @property
     def rdp(self) -> int:
@@ -96,7 +116,7 @@ class Mesh:
             MeshError: the rank is not in ``0 .. world_size - 1``.
         """
         self._check(rank)
-        rest, at = rank, {}
+        rest, at = self._places[rank] if self.order else rank, {}
         for letter in reversed(self.placement):
             rest, at[letter] = divmod(rest, self._degree(letter))
         return Coords(pp=at["P"], rdp=at["D"], tp=at["T"])
@@ -117,10 +137,10 @@ class Mesh:
                     "use coordinates inside the mesh",
                 )
             rank = rank * degree + at[letter]
-        return rank
+        return self.order[rank] if self.order else rank
 
     def group(self, axis: Axis, rank: int) -> tuple[int, ...]:
-        """The global ranks of the group along ``axis`` that ``rank`` is in, ascending.
+        """The global ranks of the group along ``axis`` that ``rank`` is in, ascending (see above for an ``order``).
 
         Raises:
             MeshError: the rank is not in ``0 .. world_size - 1``.
@@ -129,7 +149,8 @@ class Mesh:
         pps = range(self.pp) if axis in ("world", "mp", "pp") else (here.pp,)
         rdps = range(self.rdp) if axis in ("world", "dp", "rdp") else (here.rdp,)
         tps = range(self.tp) if axis in ("world", "mp", "dp", "tp") else (here.tp,)
-        return tuple(sorted(self.rank(p, d, t) for p in pps for d in rdps for t in tps))
+        ranks = [self.rank(p, d, t) for p in pps for d in rdps for t in tps]
+        return tuple(ranks if self.order and axis != "world" else sorted(ranks))
 
     def groups(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
         """All groups along ``axis``; each rank is in exactly one. Ordered by their first rank."""
@@ -145,6 +166,10 @@ class Mesh:
     def index(self, axis: Axis, rank: int) -> int:
         """The position of ``rank`` within its group along ``axis``: its pp_rank, mp_rank, and so on."""
         return self.group(axis, rank).index(rank)
+
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        return {rank: place for place, rank in enumerate(self.order)}
 
     def _degree(self, letter: str) -> int:
         return {"P": self.pp, "D": self.rdp, "T": self.tp}[letter]

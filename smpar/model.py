@@ -17,6 +17,7 @@ from smpar.runtime.draws import Draws
 from smpar.runtime.partitioning import check_pins
 from smpar.runtime.partitioning import set_partition as pin
 from smpar.runtime.pipeline import Pipeline
+from smpar.runtime.planned import check_layers
 from smpar.runtime.reducer import Reducer
 from smpar.runtime.replicas import Replicas, broadcast, module_state
 from smpar.runtime.trained import Trained
@@ -76,6 +77,8 @@ class DistributedModel(nn.Module):
             )
         now = runtime()
         check_pins(module, now.stages)
+        if now.config.plan is not None:
+            check_layers(module, now.config.plan)
         if now.world.device.type == "cuda" and not any(p.is_meta for p in module.parameters()):
             module.to(now.world.device)
         self.module = module

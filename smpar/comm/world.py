@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import inspect
 import json
 import os
 import socket
@@ -109,7 +110,11 @@ class World:
         given = dist.is_initialized()
         rank, size = _rank_and_size(given)
         try:
-            mesh = Mesh(size, config.pipeline_parallel_degree, config.tensor_parallel_degree, config.placement)
+            order: tuple[int, ...] = ()
+            if config.plan is not None:
+                config.plan.check_world(size)
+                order = config.plan.order
+            mesh = Mesh(size, config.pipeline_parallel_degree, config.tensor_parallel_degree, config.placement, order)
         except MeshError as error:
             refuse(error)
             raise
@@ -149,7 +154,7 @@ class World:
     # -- who and with whom
 
     def group(self, axis: Axis) -> list[int]:
-        """Global ranks of this rank's group along ``axis``, ascending."""
+        """Global ranks of this rank's group along ``axis``, in the group's order: ascending unless a plan says else."""
         return list(self._ranks[axis])
 
     def axis_rank(self, axis: Axis) -> int:
@@ -236,7 +241,7 @@ class World:
             for ranks in self.mesh.groups(axis):
                 if len(ranks) > 1 and ranks not in made:
                     # Every rank makes every group, in the same order: torch names groups by counting them.
-                    made[ranks] = dist.new_group(list(ranks), timeout=timeout, backend=backend)
+                    made[ranks] = _new_group(ranks, timeout, backend)
         alone = (self.rank,)
         made[alone] = dist.new_group(list(alone), timeout=timeout, backend=backend, use_local_synchronization=True)
         self._groups = {ranks: group for ranks, group in made.items() if self.rank in ranks}
@@ -245,6 +250,24 @@ class World:
         for group in (*self._groups.values(), *self._further):
             with contextlib.suppress(RuntimeError):  # never used on the device: no communicator to abort
                 group._get_backend(torch.device("cuda")).abort()
+
+
+def _new_group(ranks: tuple[int, ...], timeout: timedelta, backend: str) -> dist.ProcessGroup:
+    """A process group in which the members have the order of ``ranks``.
+
+    Raises:
+        MeshError: this torch can make ascending groups only.
+    """
+    ordered: dict[str, Any] = {}
+    if list(ranks) != sorted(ranks):
+        if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
+            raise MeshError(
+                "pipeline ranks against the order of the processes' ranks need a torch whose groups keep their order",
+                f"ranks {ranks}, torch {torch.__version__}",
+                "update torch, or start the machines in another order and plan for that",
+            )
+        ordered["sort_ranks"] = False
+    return dist.new_group(list(ranks), timeout=timeout, backend=backend, **ordered)
 
 
 def _on_cuda() -> bool:
@@ -336,7 +359,7 @@ def _difference(everyone: list[dict[str, Any]]) -> ConfigError | None:
             if other[key] != value:
                 return ConfigError(
                     "all ranks give smpar.init the same configuration",
-                    f"{key} = {value!r} on rank 0, {other[key]!r} on rank {rank}",
+                    f"{key} = {value!r:.200} on rank 0, {other[key]!r:.200} on rank {rank}",
                     "let nothing in the configuration depend on the rank",
                 )
     return None

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from smpar.comm.world import World, refuse, set_current
-from smpar.config import Config
-from smpar.errors import ConfigError, ModelError, NotInitialized
+from smpar.config import Config, given_in
+from smpar.errors import ConfigError, ModelError, NotInitialized, PlanError
 from smpar.observe.perfetto import write_trace
 from smpar.observe.spans import Spans, clock_of
+from smpar.runtime.plan_file import with_plan
 
 if TYPE_CHECKING:
     from smpar.model import DistributedModel
@@ -100,22 +101,26 @@ def runtime() -> Runtime:
     return _runtime
 
 
-def init(config: Mapping[str, Any] | None = None) -> None:
+def init(config: Mapping[str, Any] | str | os.PathLike[str] | None = None) -> None:
     """Start smpar: check the configuration, join the other ranks, make the process groups.
 
     Under torchrun all ranks meet here; without it there is one rank, and both degrees must be 1.
 
     Args:
-        config: keys of SMP's configuration; None reads the environment variable ``SM_HP_MP_PARAMETERS``.
+        config: keys of SMP's configuration; None reads the environment variable ``SM_HP_MP_PARAMETERS``. The key
+            ``plan`` holds a plan of `smpar.plan` or the path of its file, which decides the degrees, the schedule, the
+            stage of every unit and the place of every rank; a path alone means ``{"plan": path}``.
 
     Raises:
         ConfigError: an unknown key, a value out of range, or a second call with another configuration.
-        MeshError: the number of ranks does not fit the degrees.
+        MeshError: the number of ranks does not fit the degrees, or the plan.
+        PlanFileError: there is no such plan, or it is broken.
+        NotBuiltYet: the configuration or the plan asks for something that this version does not do.
     """
     global _runtime
     try:
-        checked = Config.from_environment() if config is None else Config.from_dict(config)
-    except ConfigError as error:
+        checked = Config.from_dict(with_plan(given_in() if config is None else config))
+    except (ConfigError, PlanError) as error:
         if _runtime is None:
             refuse(error)
         raise
@@ -126,7 +131,7 @@ def init(config: Mapping[str, Any] | None = None) -> None:
         raise ConfigError(
             "a process keeps the configuration of its first smpar.init",
             "a second one with "
-            + ", ".join(f"{k} = {v!r} (before: {before[k]!r})" for k, v in now.items() if v != before[k]),
+            + ", ".join(f"{k} = {v!r:.200} (before: {before[k]!r:.200})" for k, v in now.items() if v != before[k]),
             "give both the same configuration, or call smpar.shutdown() between them",
         )
     world = World.open(checked)

@@ -95,6 +95,11 @@ def check_pins(model: nn.Module, stages: int) -> None:
             )
 
 
+def pins_of(model: nn.Module) -> dict[nn.Module, int]:
+    """The modules that the user has put on a stage."""
+    return {m: s for m in model.modules() if (s := _pins.get(m)) is not None}
+
+
 @dataclasses.dataclass(frozen=True)
 class Goal:
     """What a partition is made for: the part of the configuration that it depends on.
@@ -166,7 +171,7 @@ def make_layout(fn: Callable[..., Any], call: Call, model: nn.Module, outcomes: 
         PartitionError: a stage index that does not exist.
     """
     check_pins(model, goal.stages)
-    pins = {m: s for m in model.modules() if (s := _pins.get(m)) is not None}
+    pins = pins_of(model)
     if not goal.auto:
         return _by_hand(fn, call, model, outcomes, goal, pins)
     if goal.skip_tracing:

@@ -27,6 +27,7 @@ from smpar.runtime.agreement import agree_programs
 from smpar.runtime.executor import Executor, Timetable
 from smpar.runtime.measure import Measurer
 from smpar.runtime.partitioning import Goal, Partitioned, make_layout
+from smpar.runtime.planned import planned_layout
 from smpar.runtime.planning import explore
 from smpar.runtime.reducer import Reducer
 from smpar.runtime.ties import Ties
@@ -277,7 +278,10 @@ class Pipeline:
             if self.measure:
                 measurer = stack.enter_context(Measurer(self.outcomes, self.rank == 0))
                 goal = dataclasses.replace(goal, measure=measurer.measure)
-            own = make_layout(fn, batch.calls[0], self.model, self.outcomes, goal)
+            if c.plan is not None:
+                own = planned_layout(fn, batch.calls[0], self.model, self.outcomes, goal, c.plan)
+            else:
+                own = make_layout(fn, batch.calls[0], self.model, self.outcomes, goal)
         self.partitioned = own
         if self.world.axis_size("dp") > 1:  # replicas may differ in their first batch, hence in what they would choose
             first = broadcast((own.layout.named(), own.graph, own.stage_of_unit), CommGroup.DP_GROUP, src=0)

@@ -17,6 +17,7 @@ from smpar.runtime.agreement import Called, agree
 from smpar.runtime.core import Runtime, runtime
 from smpar.runtime.draws import Draws
 from smpar.runtime.pipeline import Look
+from smpar.runtime.plan_file import compare_samples
 from smpar.stage.split import Batch, merge, split
 from smpar.trace import tree
 from smpar.trace.draws import mix, seed_generators
@@ -126,6 +127,8 @@ def _run(now: Runtime, fn: Callable[..., Any], arguments: Mapping[str, Any], bat
     average = model is None or model.average_grads
     shares = batch.weights if average else (1.0,) * len(batch.weights)
     pipeline = now.model.pipeline if now.stages > 1 else None
+    if now.config.plan is not None and batch.samples is not None:
+        compare_samples(now.config.plan, batch.samples)
     look = None if pipeline is None else pipeline.look(fn, batch, arguments)
     seed, known = _agree(now, fn, arguments, look)
     if model is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -46,6 +47,24 @@ def test_groups_and_coordinates_equal_brute_force(placement: str) -> None:
             assert (mesh.index("pp", rank), mesh.index("rdp", rank), mesh.index("tp", rank)) == at
 
 
+def test_an_order_puts_any_rank_at_any_place() -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    draw = random.Random(seed)
+    for _ in range(20):
+        pp, tp, rdp = (draw.randint(1, 4) for _ in range(3))
+        order = draw.sample(range(pp * tp * rdp), pp * tp * rdp)
+        mesh, plain = Mesh(len(order), pp, tp, order=tuple(order)), Mesh(len(order), pp, tp, "PDT")
+        for rank in range(mesh.world_size):
+            assert mesh.coords(order[rank]) == plain.coords(rank)
+            at = mesh.coords(rank)
+            assert mesh.rank(at.pp, at.rdp, at.tp) == rank
+            assert (mesh.index("pp", rank), mesh.index("rdp", rank), mesh.index("tp", rank)) == at
+            for axis in AXES:
+                assert set(mesh.group(axis, order[rank])) == {order[i] for i in plain.group(axis, rank)}
+        assert mesh.group("world", 0) == tuple(range(mesh.world_size))
+
+
 def test_drawing_of_the_module_docstring() -> None:
     cluster, spread = Mesh(8, pp=2, tp=2, placement="cluster"), Mesh(8, pp=2, tp=2, placement="spread")
 
@@ -55,6 +74,9 @@ def test_drawing_of_the_module_docstring() -> None:
     assert draw(cluster) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert draw(spread) == [[0, 4, 2, 6], [1, 5, 3, 7]]
     assert cluster.coords(5) == Coords(pp=0, rdp=1, tp=1)
+    swapped = Mesh(4, pp=2, order=(2, 3, 0, 1))
+    assert [[swapped.rank(p, d) for p in range(2)] for d in range(2)] == [[2, 0], [3, 1]]
+    assert (swapped.group("pp", 0), swapped.group("rdp", 0)) == ((2, 0), (0, 1))
 
 
 @pytest.mark.parametrize(
@@ -65,9 +87,11 @@ def test_drawing_of_the_module_docstring() -> None:
         ((4, 0, 1), "at least 1"),
         ((4, 1, 1, "DDT"), "placement"),
         ((4, 1, 1, "near"), "placement"),
+        ((4, 1, 1, "DPT", (0, 1, 2, 2)), "each of them once"),
+        ((4, 1, 1, "DPT", (0, 1, 2)), "each of them once"),
     ],
 )
-def test_what_does_not_fit_is_an_error(arguments: tuple[int, int, int], word: str) -> None:
+def test_what_does_not_fit_is_an_error(arguments: tuple[Any, ...], word: str) -> None:
     with pytest.raises(MeshError, match=word):
         Mesh(*arguments)
 
