@@ -46,6 +46,14 @@ class ProfileError(PlanError):
     """A profile of a model contradicts itself, or lacks what a plan needs."""
 
 
+class EmulationError(PlanError):
+    """The numbers of an emulation contradict each other, or mean nothing."""
+
+
+class EmulationFailed(SmparError):
+    """A process of an emulation failed, so all were ended."""
+
+
 class NativeMissing(SmparError):
     """The planner's compiled core is not there."""
 

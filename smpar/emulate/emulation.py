@@ -1,0 +1,205 @@
+"""What is emulated: the times of a step's parts, for each replica of a pipeline. Pure data.
+
+::
+
+    replica 0   rank 0 |0F0 |0F1 |    |0B0     |0B1     |reduce 0  |optimizer|
+                rank 1      |1F0|1B0  |1F1|1B1  |reduce 1 |optimizer|
+    replica 1   the same, perhaps on slower devices; a stage's reduction starts when all replicas have its gradients
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from smpar.errors import EmulationError
+from smpar.schedule import Flow, Kind, Program, Schedule, Segment, make_schedule
+from smpar.schedule.simulate import Timed
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A chain of stages, and what one microbatch costs there. All times in seconds.
+
+    Attributes:
+        ranks: stage -> its rank.
+        forward, backward: by stage; `backward` is the whole one.
+        weight: by stage, the part of `backward` that may wait; 0 if it cannot be split.
+        saved: by stage, bytes kept from forward to the end of the backward.
+        wire_forward, wire_backward: by boundary (stage s to s+1, and back), how long a message occupies its channel.
+        latency_forward, latency_backward: by boundary, how much later it is there.
+    """
+
+    ranks: tuple[int, ...]
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    weight: tuple[float, ...]
+    saved: tuple[float, ...]
+    wire_forward: tuple[float, ...]
+    wire_backward: tuple[float, ...]
+    latency_forward: tuple[float, ...]
+    latency_backward: tuple[float, ...]
+
+
+class Link(NamedTuple):
+    """What a message takes: seconds on its channel, and seconds until it is there after that."""
+
+    wire: float
+    latency: float
+
+
+@dataclass(frozen=True)
+class Emulation:
+    """A step of a plan. One process stands for a rank of one replica, and for all of its tensor-parallel group.
+
+    Attributes:
+        schedule: a name of `smpar.schedule.make_schedule`.
+        microbatches: of a step, in each replica.
+        pipelines: one per replica, alike but for their times.
+        reduction: by stage, seconds of the reduction of its gradients over the replicas; not used by a single replica.
+            A rank reduces one stage after the other, while it goes on with its actions.
+        optimizer: by stage, seconds of the optimizer; a rank starts when all of its stages are reduced.
+
+    Raises:
+        EmulationError: a length does not fit, or a time is negative or no number.
+    """
+
+    schedule: str
+    microbatches: int
+    pipelines: tuple[Pipeline, ...]
+    reduction: tuple[float, ...] = ()
+    optimizer: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        _validate(self)
+
+    @property
+    def stages(self) -> int:
+        """Number of stages, virtual ones included."""
+        return len(self.pipelines[0].ranks)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks of a pipeline."""
+        return max(self.pipelines[0].ranks) + 1
+
+    @property
+    def replicas(self) -> int:
+        return len(self.pipelines)
+
+    @property
+    def processes(self) -> int:
+        """One for each rank of each replica."""
+        return self.size * self.replicas
+
+    @cached_property
+    def programs(self) -> tuple[Program, ...]:
+        """By replica, what a microbatch does; flow s goes from stage s to s+1."""
+        return tuple(_program(pipeline) for pipeline in self.pipelines)
+
+    @cached_property
+    def orders(self) -> tuple[Schedule, ...]:
+        """By replica, its schedule."""
+        made: dict[Program, Schedule] = {}
+        for program in self.programs:
+            if program not in made:
+                made[program] = make_schedule(self.schedule, program, self.microbatches)
+        return tuple(made[program] for program in self.programs)
+
+    def link(self, replica: int, flow: int, kind: Kind) -> Link:
+        """What the message of a flow takes; `kind` is that of its send."""
+        pipeline = self.pipelines[replica]
+        if kind is Kind.SEND_ACTIVATION:
+            return Link(pipeline.wire_forward[flow], pipeline.latency_forward[flow])
+        return Link(pipeline.wire_backward[flow], pipeline.latency_backward[flow])
+
+    def reduced(self, rank: int) -> tuple[int, ...]:
+        """The rank's stages in the order of their reductions, by which the first replica gets their gradients.
+
+        All replicas follow one, as they meet in each reduction.
+        """
+        if self.replicas == 1:
+            return ()
+        last: dict[int, int] = {}
+        for position, action in enumerate(self.orders[0].ranks[rank]):
+            if action.kind is not Kind.F:
+                last[action.segment] = position
+        return tuple(sorted(last, key=lambda stage: last[stage]))
+
+    def optimizer_of(self, rank: int) -> float:
+        """Seconds of the rank's optimizer."""
+        return sum(s for s, home in zip(self.optimizer, self.pipelines[0].ranks, strict=False) if home == rank)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step's times, in seconds from its start.
+
+    Attributes:
+        ends: ``ends[replica][rank]``: when that rank is done, its optimizer included.
+        actions: by replica, all actions with their times, by start.
+    """
+
+    ends: tuple[tuple[float, ...], ...]
+    actions: tuple[tuple[Timed, ...], ...]
+
+    @property
+    def seconds(self) -> float:
+        """When the last rank is done."""
+        return max(end for ends in self.ends for end in ends)
+
+
+def fastest(steps: Sequence[Step]) -> Step:
+    """The step that the machine disturbed least: other work only ever delays a process."""
+    return min(steps, key=lambda step: step.seconds)
+
+
+def _program(pipeline: Pipeline) -> Program:
+    stages = len(pipeline.ranks)
+    segments = tuple(
+        Segment(s, s, pipeline.forward[s], pipeline.backward[s], pipeline.weight[s], int(pipeline.saved[s]))
+        for s in range(stages)
+    )
+    flows = tuple(Flow(s, s, s, s + 1, _NBYTES) for s in range(stages - 1))
+    return Program(stages, segments, flows, ranks=pipeline.ranks)
+
+
+_NBYTES = 8  # of a message: when it may be used; what it stands for takes time only
+
+
+_Require = Callable[[bool, str, str], None]
+
+
+def _validate(emulation: Emulation) -> None:
+    def require(holds: bool, rule: str, values: str) -> None:
+        if not holds:
+            raise EmulationError(rule, values, "correct what made the emulation")
+
+    require(bool(emulation.pipelines), "there is at least one replica", "none")
+    require(emulation.microbatches >= 1, "a step has at least one microbatch", f"{emulation.microbatches}")
+    first = emulation.pipelines[0].ranks
+    stages = len(first)
+    used = set(first)
+    require(used == set(range(len(used))) and bool(used), "stages are on ranks 0, 1, ..., none left out", f"{first}")
+    for number, pipeline in enumerate(emulation.pipelines):
+        require(pipeline.ranks == first, "all replicas place their stages alike", f"{first}, {pipeline.ranks}")
+        for name in ("forward", "backward", "weight", "saved"):
+            _check(require, f"{name} of replica {number}", getattr(pipeline, name), stages)
+        for name in ("wire_forward", "wire_backward", "latency_forward", "latency_backward"):
+            _check(require, f"{name} of replica {number}", getattr(pipeline, name), stages - 1)
+        parts = zip(pipeline.weight, pipeline.backward, strict=True)
+        require(all(w <= b for w, b in parts), "the weights' part is inside the backward", f"replica {number}")
+    for name, times in (("reduction", emulation.reduction), ("optimizer", emulation.optimizer)):
+        _check(require, name, times, stages if times else 0)
+    reduces = emulation.replicas == 1 or len(emulation.reduction) == stages
+    require(reduces, "several replicas reduce every stage", f"{emulation.reduction}")
+
+
+def _check(require: _Require, name: str, numbers: Iterable[float], count: int) -> None:
+    numbers = tuple(numbers)
+    require(len(numbers) == count, f"{name} has a number for each stage or boundary, {count}", f"{numbers}")
+    fine = all(math.isfinite(number) and number >= 0 for number in numbers)
+    require(fine, f"{name} is finite and not negative", f"{numbers}")
