@@ -7,10 +7,22 @@ moments       |       |       |       |          yet kernel follows kernel, as o
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 
 LATE = 0.002
 """Seconds that a process may wake up, or a message come, after its time without that counting as a delay."""
+
+
+def be_prompt() -> None:
+    """Ask the system to wake this process's threads before ordinary ones, where it may ask that (as root, on Linux).
+
+    Processes that only sleep take little from others so. Among busy ones, it wakes them up in 0.1 ms instead of 10.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        for thread in os.listdir("/proc/self/task"):
+            os.sched_setscheduler(int(thread), os.SCHED_RR, os.sched_param(1))
 
 
 def now() -> float:

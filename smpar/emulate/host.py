@@ -24,6 +24,7 @@ from multiprocessing.process import BaseProcess
 
 from smpar.comm.world import World
 from smpar.config import Config
+from smpar.emulate.clock import be_prompt
 from smpar.emulate.emulation import Emulation, Step
 from smpar.emulate.job import Failure, Job
 from smpar.emulate.rank import Rank
@@ -138,6 +139,7 @@ def _live(job: Job, conn: Connection, listens: int, closes: tuple[int, ...], env
         world = World.open(Config.from_dict({"pipeline_parallel_degree": job.emulation.size}))
         with world.guard():
             rank = Rank(job.emulation, world)
+            be_prompt()
             seen = [rank.step() for _ in range(job.steps)]
         conn.send(seen)
         world.close()
