@@ -1,0 +1,29 @@
+// A chain with split backwards on a simulated clock; the twin of smpar/schedule/filling.py, which explains
+// it.
+#pragma once
+
+#include <vector>
+
+#include "orders.hpp"
+
+namespace smpar {
+
+struct Rule {
+    std::vector<int> ahead;
+    bool turn;
+    double patience;
+    double delay = 0;
+};
+
+struct Filled {
+    Order order;
+    double end;  // on a clock on which messages take the rule's delay
+};
+
+// Mean seconds of forwards and whole backwards.
+double mean_task(const Pipeline& pipeline);
+
+// Without delay, it may stop as soon as the end is certain to be after `limit`; then that end is infinity.
+Filled fill(const Pipeline& pipeline, int microbatches, const Rule& rule, double limit);
+
+}  // namespace smpar
