@@ -10,38 +10,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 from smpar.errors import EmulationError
-from smpar.schedule import Flow, Kind, Program, Schedule, Segment, make_schedule
-from smpar.schedule.simulate import Timed
-
-
-@dataclass(frozen=True)
-class Pipeline:
-    """A chain of stages, and what one microbatch costs there. All times in seconds.
-
-    Attributes:
-        ranks: stage -> its rank.
-        forward, backward: by stage; `backward` is the whole one.
-        weight: by stage, the part of `backward` that may wait; 0 if it cannot be split.
-        saved: by stage, bytes kept from forward to the end of the backward.
-        wire_forward, wire_backward: by boundary (stage s to s+1, and back), how long a message occupies its channel.
-        latency_forward, latency_backward: by boundary, how much later it is there.
-    """
-
-    ranks: tuple[int, ...]
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
-    weight: tuple[float, ...]
-    saved: tuple[float, ...]
-    wire_forward: tuple[float, ...]
-    wire_backward: tuple[float, ...]
-    latency_forward: tuple[float, ...]
-    latency_backward: tuple[float, ...]
+from smpar.planner.pipeline import Pipeline
+from smpar.schedule import Kind, Schedule, Timed, make_schedule
 
 
 class Link(NamedTuple):
@@ -84,7 +60,7 @@ class Emulation:
     @property
     def size(self) -> int:
         """Number of ranks of a pipeline."""
-        return max(self.pipelines[0].ranks) + 1
+        return self.pipelines[0].size
 
     @property
     def replicas(self) -> int:
@@ -96,18 +72,13 @@ class Emulation:
         return self.size * self.replicas
 
     @cached_property
-    def programs(self) -> tuple[Program, ...]:
-        """By replica, what a microbatch does; flow s goes from stage s to s+1."""
-        return tuple(_program(pipeline) for pipeline in self.pipelines)
-
-    @cached_property
     def orders(self) -> tuple[Schedule, ...]:
-        """By replica, its schedule."""
-        made: dict[Program, Schedule] = {}
-        for program in self.programs:
-            if program not in made:
-                made[program] = make_schedule(self.schedule, program, self.microbatches)
-        return tuple(made[program] for program in self.programs)
+        """By replica, its schedule, as the runtime makes it."""
+        made: dict[Pipeline, Schedule] = {}
+        for pipeline in self.pipelines:
+            if pipeline not in made:
+                made[pipeline] = make_schedule(self.schedule, pipeline.program, self.microbatches)
+        return tuple(made[pipeline] for pipeline in self.pipelines)
 
     def link(self, replica: int, flow: int, kind: Kind) -> Link:
         """What the message of a flow takes; `kind` is that of its send."""
@@ -157,22 +128,6 @@ def fastest(steps: Sequence[Step]) -> Step:
     return min(steps, key=lambda step: step.seconds)
 
 
-def _program(pipeline: Pipeline) -> Program:
-    stages = len(pipeline.ranks)
-    segments = tuple(
-        Segment(s, s, pipeline.forward[s], pipeline.backward[s], pipeline.weight[s], int(pipeline.saved[s]))
-        for s in range(stages)
-    )
-    flows = tuple(Flow(s, s, s, s + 1, _NBYTES) for s in range(stages - 1))
-    return Program(stages, segments, flows, ranks=pipeline.ranks)
-
-
-_NBYTES = 8  # of a message: when it may be used; what it stands for takes time only
-
-
-_Require = Callable[[bool, str, str], None]
-
-
 def _validate(emulation: Emulation) -> None:
     def require(holds: bool, rule: str, values: str) -> None:
         if not holds:
@@ -180,26 +135,15 @@ def _validate(emulation: Emulation) -> None:
 
     require(bool(emulation.pipelines), "there is at least one replica", "none")
     require(emulation.microbatches >= 1, "a step has at least one microbatch", f"{emulation.microbatches}")
-    first = emulation.pipelines[0].ranks
-    stages = len(first)
-    used = set(first)
-    require(used == set(range(len(used))) and bool(used), "stages are on ranks 0, 1, ..., none left out", f"{first}")
-    for number, pipeline in enumerate(emulation.pipelines):
-        require(pipeline.ranks == first, "all replicas place their stages alike", f"{first}, {pipeline.ranks}")
-        for name in ("forward", "backward", "weight", "saved"):
-            _check(require, f"{name} of replica {number}", getattr(pipeline, name), stages)
-        for name in ("wire_forward", "wire_backward", "latency_forward", "latency_backward"):
-            _check(require, f"{name} of replica {number}", getattr(pipeline, name), stages - 1)
-        parts = zip(pipeline.weight, pipeline.backward, strict=True)
-        require(all(w <= b for w, b in parts), "the weights' part is inside the backward", f"replica {number}")
+    first = emulation.pipelines[0]
+    stages = len(first.ranks)
+    require(set(first.ranks) == set(range(first.size)), "every rank has a stage", f"{first.ranks}")
+    for other in emulation.pipelines[1:]:
+        alike = other.ranks == first.ranks and other.training == first.training
+        require(alike, "replicas differ by their times only", f"{first}, {other}")
     for name, times in (("reduction", emulation.reduction), ("optimizer", emulation.optimizer)):
-        _check(require, name, times, stages if times else 0)
-    reduces = emulation.replicas == 1 or len(emulation.reduction) == stages
+        require(len(times) in (0, stages), f"{name} has a time for each of {stages} stages", f"{times}")
+        fine = all(0 <= time < math.inf for time in times)
+        require(fine, f"{name} is finite and not negative", f"{times}")
+    reduces = emulation.replicas == 1 or not first.training or len(emulation.reduction) == stages
     require(reduces, "several replicas reduce every stage", f"{emulation.reduction}")
-
-
-def _check(require: _Require, name: str, numbers: Iterable[float], count: int) -> None:
-    numbers = tuple(numbers)
-    require(len(numbers) == count, f"{name} has a number for each stage or boundary, {count}", f"{numbers}")
-    fine = all(math.isfinite(number) and number >= 0 for number in numbers)
-    require(fine, f"{name} is finite and not negative", f"{numbers}")

@@ -1,76 +1,50 @@
-"""What the simulator says that an emulation takes."""
+"""What the planner's simulator says that an emulation takes."""
 
 from __future__ import annotations
 
 from smpar.emulate.emulation import Emulation, Step
-from smpar.schedule import Kind, Program, Schedule, Task, Timed, lower, message_of
-from smpar.schedule.lower import Message
+from smpar.planner.pipeline import Timeline, simulate_named
+from smpar.schedule import Kind, Timed
 
 
 def predicted(emulation: Emulation) -> Step:
-    """The step, simulated.
-
-    A message starts when the action that makes it has ended, on a channel per directed pair of ranks that carries one
-    message at a time, first in, first out; an action starts when its rank is free and its messages are there.
+    """The step, simulated: each replica by `simulate_named`, then the reductions between them and the optimizer.
 
     Raises:
         ScheduleNameError: there is no schedule of that name.
-        ScheduleError: it does not go with the numbers.
+        ScheduleError: it does not go with the stages' ranks.
+        NativeMissing: smpar was not installed, only found.
     """
-    timelines = tuple(_timeline(emulation, replica) for replica in range(emulation.replicas))
-    ready = [_last_backward(timeline) for timeline in timelines]
-    done = [[0.0] * emulation.size for _ in timelines]
-    for ends, timeline in zip(done, timelines, strict=True):
-        for timed in timeline:
-            ends[timed.rank] = max(ends[timed.rank], timed.end)
+    timelines = [
+        simulate_named(pipeline, emulation.schedule, emulation.microbatches, timetable=True)
+        for pipeline in emulation.pipelines
+    ]
+    actions = tuple(_timed(timeline) for timeline in timelines)
+    done = [_free(emulation, replica, timed) for replica, timed in enumerate(actions)]
     for rank in range(emulation.size):
-        free = 0.0
+        reduced = 0.0
         for stage in emulation.reduced(rank):
-            free = max(free, *(last[stage] for last in ready)) + emulation.reduction[stage]
+            reduced = max(reduced, *(timeline.last_backward[stage] for timeline in timelines))
+            reduced += emulation.reduction[stage]
         for ends in done:
-            ends[rank] = max(ends[rank], free) + emulation.optimizer_of(rank)
-    return Step(tuple(tuple(ends) for ends in done), timelines)
+            ends[rank] = max(ends[rank], reduced) + emulation.optimizer_of(rank)
+    return Step(tuple(tuple(ends) for ends in done), actions)
 
 
-def _last_backward(timeline: tuple[Timed, ...]) -> dict[int, float]:
-    """Stage -> when its weights have all gradients."""
-    last: dict[int, float] = {}
+def _timed(timeline: Timeline) -> tuple[Timed, ...]:
+    assert timeline.timetable is not None
+    return tuple(timeline.timetable.timed())
+
+
+def _free(emulation: Emulation, replica: int, timeline: tuple[Timed, ...]) -> list[float]:
+    """By rank, when it has done all actions and started all messages."""
+    pipeline = emulation.pipelines[replica]
+    free = [0.0] * emulation.size
     for timed in timeline:
-        if timed.action.kind is not Kind.F:
-            last[timed.action.segment] = max(last.get(timed.action.segment, 0.0), timed.end)
-    return last
-
-
-def _timeline(emulation: Emulation, replica: int) -> tuple[Timed, ...]:
-    program: Program = emulation.programs[replica]
-    schedule: Schedule = emulation.orders[replica]
-    lowered = lower(schedule, [program] * emulation.microbatches).ranks
-    at = [0] * len(lowered)
-    free = [0.0] * len(lowered)
-    ready = [0.0] * len(lowered)  # when what the rank has received for its next action is there
-    channel: dict[tuple[int, int], float] = {}
-    arrival: dict[tuple[int, Message], float] = {}
-    timeline = []
-    moved = True
-    while moved:
-        moved = False
-        for rank, actions in enumerate(lowered):
-            while at[rank] < len(actions):
-                action = actions[at[rank]]
-                if action.kind.is_send:
-                    link = emulation.link(replica, action.flow, action.kind)
-                    start = max(free[rank], channel.get((rank, action.peer), 0.0))
-                    channel[rank, action.peer] = start + link.wire
-                    arrival[action.peer, message_of(action)] = start + link.wire + link.latency
-                elif action.kind.is_message:
-                    if (rank, message_of(action)) not in arrival:
-                        break
-                    ready[rank] = max(ready[rank], arrival[rank, message_of(action)])
-                else:
-                    start = max(free[rank], ready[rank])
-                    free[rank] = start + program.cost(Task(action.kind, action.segment))
-                    ready[rank] = 0.0
-                    timeline.append(Timed(rank, action, start, free[rank]))
-                at[rank] += 1
-                moved = True
-    return tuple(sorted(timeline, key=lambda timed: (timed.start, timed.rank, timed.end)))
+        free[timed.rank] = max(free[timed.rank], timed.end)
+    for rank, actions in enumerate(emulation.orders[replica].ranks):
+        last = actions[-1]
+        receiver = last.segment + (1 if last.kind is Kind.F else -1)
+        sends = last.kind is not Kind.W and 0 <= receiver < emulation.stages and pipeline.ranks[receiver] != rank
+        free[rank] += pipeline.host * sends
+    return free

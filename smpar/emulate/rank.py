@@ -43,7 +43,8 @@ class Rank:
         self._emulation, self._world = emulation, world
         self._replica, self._rank = world.axis_rank("rdp"), world.axis_rank("pp")
         self._channels = StageChannels(open_channels(world, world.device) or NoChannels(), world, Spans(False))
-        self._program = emulation.programs[self._replica]
+        self._pipeline = emulation.pipelines[self._replica]
+        self._program = self._pipeline.program
         metas = {flow.tensor: _MOMENT for flow in self._program.flows}
         microbatch = MicrobatchProgram((), self._program, metas, {})
         programs = (microbatch,) * emulation.microbatches
@@ -65,7 +66,7 @@ class Rank:
         timetable, metas = self._timetable, self._timetable.programs[0].metas
         inbox = Inbox(self._channels, timetable.incoming, timetable.programs, timetable.done)
         wires: dict[int, float] = {}  # peer -> when the channel to it is free
-        timeline = []
+        timeline, host = [], self._pipeline.host
         for messages in timetable.needs[:_AHEAD]:
             inbox.prepare(messages)
         for i, action in enumerate(timetable.actions):
@@ -73,16 +74,17 @@ class Rank:
             for messages in timetable.needs[i + _AHEAD : i + _AHEAD + 1]:
                 inbox.prepare(messages)
             arrivals = [float(inbox.take(message)) for message in timetable.needs[i]]
-            start = reach(max(free, *arrivals)) if arrivals else free
+            start = reach(max(free, *arrivals) + host * len(arrivals)) if arrivals else free
             free = reach(start + self._program.cost(Task(action.kind, action.segment)))
             timeline.append(Timed(self._rank, action, start - begin, free - begin))
+            if i in self._last:
+                reductions.ready(self._last[i], free)
             for message in self._sends[i]:
+                free = reach(free + host) if host else free
                 link = self._emulation.link(self._replica, message.flow, message.kind)
                 wires[message.peer] = max(free, wires.get(message.peer, free)) + link.wire
                 arrival = torch.tensor([wires[message.peer] + link.latency], dtype=torch.float64)
                 send(self._channels, message.peer, arrival, metas[message.flow])
-            if i in self._last:
-                reductions.ready(self._last[i], free)
         free = max(free, reductions.finish())
         reach(free + self._emulation.optimizer_of(self._rank))
         end = now() - begin
