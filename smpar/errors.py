@@ -54,6 +54,14 @@ class ClusterError(PlanError):
     """A description of a cluster contradicts itself, lacks a number, or names something unknown."""
 
 
+class EmulationError(PlanError):
+    """The numbers of an emulation contradict each other, or mean nothing."""
+
+
+class EmulationFailed(SmparError):
+    """A process of an emulation failed, so all were ended."""
+
+
 class NativeMissing(SmparError):
     """The planner's compiled core is not there."""
 
