@@ -10,3 +10,11 @@ def partition(
     ranks: list[int],
     evenness: float,
 ) -> tuple[list[int], float, list[float], list[float]] | None: ...
+def cut_stages(
+    times: list[list[float]],
+    state: list[float],
+    saved: list[float],
+    tensors: list[tuple[int, list[int], float]],
+    places: list[tuple[int, float, float, float, float, float]],
+    microbatches: int,
+) -> tuple[list[int], float, list[float], list[float]] | None: ...

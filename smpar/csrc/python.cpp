@@ -6,6 +6,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "partition.hpp"
+#include "stages.hpp"
 
 namespace nb = nanobind;
 
@@ -28,6 +29,22 @@ std::optional<PyPartition> partition(std::vector<double> time, std::vector<doubl
     return PyPartition{result->cuts, result->objective, result->stage_time, result->stage_memory};
 }
 
+using PyTensor = std::tuple<int, std::vector<int>, double>;
+using PyPlace = std::tuple<int, double, double, double, double, double>;
+
+std::optional<PyPartition> cut_stages(std::vector<std::vector<double>> times, std::vector<double> state,
+                                      std::vector<double> saved, const std::vector<PyTensor>& tensors,
+                                      const std::vector<PyPlace>& places, int microbatches) {
+    smpar::Layers layers{std::move(times), std::move(state), std::move(saved), {}};
+    for (const auto& [source, targets, bytes] : tensors) layers.tensors.push_back({source, targets, bytes});
+    std::vector<smpar::Place> at;
+    for (const auto& [device_class, seconds_per_byte, latency, in_flight, transient, limit] : places)
+        at.push_back({device_class, seconds_per_byte, latency, in_flight, transient, limit});
+    auto result = smpar::cut_stages(layers, at, microbatches);
+    if (!result) return std::nullopt;
+    return PyPartition{result->cuts, result->seconds, result->stage_time, result->stage_memory};
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -35,4 +52,6 @@ NB_MODULE(_native, m) {
     m.def("partition", &partition, nb::call_guard<nb::gil_scoped_release>(), "time"_a, "memory"_a, "edges"_a,
           "ties"_a, "stages"_a, "microbatches"_a, "memory_weight"_a, "memory_limit"_a, "ranks"_a,
           "evenness"_a);
+    m.def("cut_stages", &cut_stages, nb::call_guard<nb::gil_scoped_release>(), "times"_a, "state"_a,
+          "saved"_a, "tensors"_a, "places"_a, "microbatches"_a);
 }

@@ -92,7 +92,7 @@ def partition(
     goal = Goal(stages, microbatches, memory_weight, memory_limit, tuple(ranks), evenness)
     check(units, edges, ties, goal)
     try:
-        from smpar import _native
+        import smpar._native as _native  # `from smpar import` would ask smpar for its API first, and load torch
     except ImportError as error:
         raise NativeMissing("the planner needs smpar's compiled core", str(error), "run: pip install -e .") from error
     found = _native.partition(
