@@ -18,3 +18,10 @@ def cut_stages(
     places: list[tuple[int, float, float, float, float, float]],
     microbatches: int,
 ) -> tuple[list[int], float, list[float], list[float]] | None: ...
+def least_excess(
+    times: list[list[float]],
+    state: list[float],
+    saved: list[float],
+    tensors: list[tuple[int, list[int], float]],
+    places: list[tuple[int, float, float, float, float, float]],
+) -> tuple[list[int], int, float]: ...

@@ -32,15 +32,34 @@ std::optional<PyPartition> partition(std::vector<double> time, std::vector<doubl
 using PyTensor = std::tuple<int, std::vector<int>, double>;
 using PyPlace = std::tuple<int, double, double, double, double, double>;
 
-std::optional<PyPartition> cut_stages(std::vector<std::vector<double>> times, std::vector<double> state,
-                                      std::vector<double> saved, const std::vector<PyTensor>& tensors,
-                                      const std::vector<PyPlace>& places, int microbatches) {
+smpar::Layers layers_of(std::vector<std::vector<double>> times, std::vector<double> state,
+                        std::vector<double> saved, const std::vector<PyTensor>& tensors) {
     smpar::Layers layers{std::move(times), std::move(state), std::move(saved), {}};
     for (const auto& [source, targets, bytes] : tensors) layers.tensors.push_back({source, targets, bytes});
+    return layers;
+}
+
+std::vector<smpar::Place> places_of(const std::vector<PyPlace>& places) {
     std::vector<smpar::Place> at;
     for (const auto& [device_class, seconds_per_byte, latency, in_flight, transient, limit] : places)
         at.push_back({device_class, seconds_per_byte, latency, in_flight, transient, limit});
-    auto result = smpar::cut_stages(layers, at, microbatches);
+    return at;
+}
+
+std::tuple<std::vector<int>, int, double> least_excess(std::vector<std::vector<double>> times,
+                                                       std::vector<double> state, std::vector<double> saved,
+                                                       const std::vector<PyTensor>& tensors,
+                                                       const std::vector<PyPlace>& places) {
+    auto result = smpar::least_excess(
+        layers_of(std::move(times), std::move(state), std::move(saved), tensors), places_of(places));
+    return {result.cuts, result.stage, result.bytes};
+}
+
+std::optional<PyPartition> cut_stages(std::vector<std::vector<double>> times, std::vector<double> state,
+                                      std::vector<double> saved, const std::vector<PyTensor>& tensors,
+                                      const std::vector<PyPlace>& places, int microbatches) {
+    auto result = smpar::cut_stages(layers_of(std::move(times), std::move(state), std::move(saved), tensors),
+                                    places_of(places), microbatches);
     if (!result) return std::nullopt;
     return PyPartition{result->cuts, result->seconds, result->stage_time, result->stage_memory};
 }
@@ -54,4 +73,6 @@ NB_MODULE(_native, m) {
           "evenness"_a);
     m.def("cut_stages", &cut_stages, nb::call_guard<nb::gil_scoped_release>(), "times"_a, "state"_a,
           "saved"_a, "tensors"_a, "places"_a, "microbatches"_a);
+    m.def("least_excess", &least_excess, nb::call_guard<nb::gil_scoped_release>(), "times"_a, "state"_a,
+          "saved"_a, "tensors"_a, "places"_a);
 }

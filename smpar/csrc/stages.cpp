@@ -11,7 +11,7 @@ namespace {
 
 // Effort, counted and not timed, so that every machine takes the same path.
 constexpr int kRounds = 24;              // of narrowing with relaxed costs
-constexpr int kExactRounds = 4;         // of narrowing with true costs, at most,
+constexpr int kExactRounds = 4;          // of narrowing with true costs, at most,
 constexpr long kExactWork = 20'000'000;  // and no more than look at so many intervals
 // Relaxed costs are differences of prefix sums: their rounding is relative to the whole chain.
 constexpr double kPrefixSlack = 1e-11;
@@ -366,6 +366,38 @@ std::optional<StageCuts> cut_stages(const Layers& layers, const std::vector<Plac
     const long rounds = std::clamp<long>(kExactWork / work - 3, 0, kExactRounds);
     found.range = narrow(lanes, weight, found.range, static_cast<int>(rounds));
     return measure(layers, traffic, places, microbatches, best_cuts(lanes, weight, found.range));
+}
+
+// Bisection by what all limits are raised; it ends because each try that fits lowers the upper end to an
+// excess that occurs.
+Excess least_excess(const Layers& layers, const std::vector<Place>& places) {
+    const auto excess = [&](std::vector<int> cuts) {
+        const StageCuts found = measure(layers, Traffic(layers), places, 1, std::move(cuts));
+        Excess worst{found.cuts, 0, -kInf};
+        for (std::size_t k = 0; k < places.size(); ++k) {
+            const double bytes = found.stage_memory[k] - places[k].limit;
+            if (bytes > worst.bytes) worst = {found.cuts, static_cast<int>(k), bytes};
+        }
+        return worst;
+    };
+    const auto raised = [&](double by) {
+        std::vector<Place> more = places;
+        for (Place& p : more) p.limit += by;
+        return any_cuts(fitting(layers, more), layers.size());
+    };
+    Excess best = excess(raised(kInf));
+    double low = -kInf;
+    for (const Place& p : places) low = std::max(low, p.transient - p.limit);
+    for (;;) {
+        const double middle = low + (best.bytes - low) / 2;
+        if (!(low < middle && middle < best.bytes)) return best;
+        std::vector<int> cuts = raised(middle);
+        Excess found = cuts.empty() ? best : excess(std::move(cuts));
+        if (found.bytes < best.bytes)
+            best = std::move(found);
+        else
+            low = middle;
+    }
 }
 
 }  // namespace smpar

@@ -36,4 +36,13 @@ struct StageCuts {
 // the lexicographically smallest. Nothing if no cuts keep within the memory limits. Expects checked numbers.
 std::optional<StageCuts> cut_stages(const Layers& layers, const std::vector<Place>& places, int microbatches);
 
+struct Excess {
+    std::vector<int> cuts;
+    int stage;
+    double bytes;
+};
+
+// The cuts whose fullest stage, beyond its limit, is least full.
+Excess least_excess(const Layers& layers, const std::vector<Place>& places);
+
 }  // namespace smpar
