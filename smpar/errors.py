@@ -54,6 +54,22 @@ class ClusterError(PlanError):
     """A description of a cluster contradicts itself, lacks a number, or names something unknown."""
 
 
+class EmulationError(PlanError):
+    """The numbers of an emulation contradict each other, or mean nothing."""
+
+
+class EmulationFailed(SmparError):
+    """A process of an emulation failed, so all were ended."""
+
+
+class NothingFits(PlanError):
+    """No cuts keep the memory limits; the best-fitting ones need ``nbytes`` too many on ``stage``."""
+
+    def __init__(self, rule: str, values: str, fix: str, stage: int = 0, nbytes: float = 0.0) -> None:
+        super().__init__(rule, values, fix)
+        self.stage, self.nbytes = stage, nbytes
+
+
 class NativeMissing(SmparError):
     """The planner's compiled core is not there."""
 

@@ -129,7 +129,7 @@ class CostModel:
         found = self._networks.get(key)
         if found is None:
             names = {self.cluster.type_of(device).name for device in devices}
-            whole = {name: float(self.rows(name, tp, 1).forward[-1]) for name in names}
+            whole = {name: self._whole(name, tp) for name in names}
             found = self._networks[key] = network(self.cluster, self.runtime, tp, pp, dp, devices, whole)
         return found
 
@@ -143,6 +143,20 @@ class CostModel:
             (found,) = ring_seconds(self.cluster, self.runtime, groups, strategy.devices)
             self._ties[key] = found
         return found
+
+    def slowest(self, names: Sequence[str], tp: int) -> str:
+        """Of device types, the one on which the whole model takes longest."""
+        return names[0] if len(names) == 1 else max(names, key=lambda name: self._whole(name, tp))
+
+    def _whole(self, name: str, tp: int) -> float:
+        rows = self.rows(name, tp, 1)
+        return float(rows.forward[-1] + rows.backward[-1])
+
+    def layer_seconds(self, device: str, tp: int, microbatch: int, again: bool) -> list[float]:
+        """Forward and backward of each layer; with the forward twice if it is to run `again`."""
+        rows = self.rows(device, tp, microbatch)
+        both = np.diff(rows.forward) * (2 if again else 1) + np.diff(rows.backward)
+        return [float(seconds) for seconds in both]
 
     def predict(self, strategy: Strategy) -> Prediction:
         """The strategy's cost.
@@ -199,6 +213,7 @@ class Flow:
         self.saved = _sums([x.saved for x in layers])
         self.whole_saved = _sums([x.whole_saved for x in layers])
         self.transient = [x.transient for x in layers]
+        self.mean_boundary = sum(self.into(i, len(layers))[0] for i in range(1, len(layers))) / max(1, len(layers) - 1)
 
     def into(self, first: int, end: int) -> tuple[float, float]:
         """Elements per sample that layers `first` to `end` - 1 get from others, and of gradients that they return."""

@@ -1,0 +1,149 @@
+"""What is emulated: the times of a step's parts, for each replica of a pipeline. Pure data.
+
+::
+
+    replica 0   rank 0 |0F0 |0F1 |    |0B0     |0B1     |reduce 0  |optimizer|
+                rank 1      |1F0|1B0  |1F1|1B1  |reduce 1 |optimizer|
+    replica 1   the same, perhaps on slower devices; a stage's reduction starts when all replicas have its gradients
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from smpar.errors import EmulationError
+from smpar.planner.pipeline import Pipeline
+from smpar.schedule import Kind, Schedule, Timed, make_schedule
+
+
+class Link(NamedTuple):
+    """What a message takes: seconds on its channel, and seconds until it is there after that."""
+
+    wire: float
+    latency: float
+
+
+@dataclass(frozen=True)
+class Emulation:
+    """A step of a plan. One process stands for a rank of one replica, and for all of its tensor-parallel group.
+
+    Attributes:
+        schedule: a name of `smpar.schedule.make_schedule`.
+        microbatches: of a step, in each replica.
+        pipelines: one per replica, alike but for their times.
+        reduction: by stage, seconds of the reduction of its gradients over the replicas; not used by a single replica.
+            A rank reduces one stage after the other, while it goes on with its actions.
+        optimizer: by stage, seconds of the optimizer; a rank starts when all of its stages are reduced.
+
+    Raises:
+        EmulationError: a length does not fit, or a time is negative or no number.
+    """
+
+    schedule: str
+    microbatches: int
+    pipelines: tuple[Pipeline, ...]
+    reduction: tuple[float, ...] = ()
+    optimizer: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        _validate(self)
+
+    @property
+    def stages(self) -> int:
+        """Number of stages, virtual ones included."""
+        return len(self.pipelines[0].ranks)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks of a pipeline."""
+        return self.pipelines[0].size
+
+    @property
+    def replicas(self) -> int:
+        return len(self.pipelines)
+
+    @property
+    def processes(self) -> int:
+        """One for each rank of each replica."""
+        return self.size * self.replicas
+
+    @cached_property
+    def orders(self) -> tuple[Schedule, ...]:
+        """By replica, its schedule, as the runtime makes it."""
+        made: dict[Pipeline, Schedule] = {}
+        for pipeline in self.pipelines:
+            if pipeline not in made:
+                made[pipeline] = make_schedule(self.schedule, pipeline.program, self.microbatches)
+        return tuple(made[pipeline] for pipeline in self.pipelines)
+
+    def link(self, replica: int, flow: int, kind: Kind) -> Link:
+        """What the message of a flow takes; `kind` is that of its send."""
+        pipeline = self.pipelines[replica]
+        if kind is Kind.SEND_ACTIVATION:
+            return Link(pipeline.wire_forward[flow], pipeline.latency_forward[flow])
+        return Link(pipeline.wire_backward[flow], pipeline.latency_backward[flow])
+
+    def reduced(self, rank: int) -> tuple[int, ...]:
+        """The rank's stages in the order of their reductions, by which the first replica gets their gradients.
+
+        All replicas follow one, as they meet in each reduction.
+        """
+        if self.replicas == 1:
+            return ()
+        last: dict[int, int] = {}
+        for position, action in enumerate(self.orders[0].ranks[rank]):
+            if action.kind is not Kind.F:
+                last[action.segment] = position
+        return tuple(sorted(last, key=lambda stage: last[stage]))
+
+    def optimizer_of(self, rank: int) -> float:
+        """Seconds of the rank's optimizer."""
+        return sum(s for s, home in zip(self.optimizer, self.pipelines[0].ranks, strict=False) if home == rank)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step's times, in seconds from its start.
+
+    Attributes:
+        ends: ``ends[replica][rank]``: when that rank is done, its optimizer included.
+        actions: by replica, all actions with their times, by start.
+    """
+
+    ends: tuple[tuple[float, ...], ...]
+    actions: tuple[tuple[Timed, ...], ...]
+
+    @property
+    def seconds(self) -> float:
+        """When the last rank is done."""
+        return max(end for ends in self.ends for end in ends)
+
+
+def fastest(steps: Sequence[Step]) -> Step:
+    """The step that the machine disturbed least: other work only ever delays a process."""
+    return min(steps, key=lambda step: step.seconds)
+
+
+def _validate(emulation: Emulation) -> None:
+    def require(holds: bool, rule: str, values: str) -> None:
+        if not holds:
+            raise EmulationError(rule, values, "correct what made the emulation")
+
+    require(bool(emulation.pipelines), "there is at least one replica", "none")
+    require(emulation.microbatches >= 1, "a step has at least one microbatch", f"{emulation.microbatches}")
+    first = emulation.pipelines[0]
+    stages = len(first.ranks)
+    require(set(first.ranks) == set(range(first.size)), "every rank has a stage", f"{first.ranks}")
+    for other in emulation.pipelines[1:]:
+        alike = other.ranks == first.ranks and other.training == first.training
+        require(alike, "replicas differ by their times only", f"{first}, {other}")
+    for name, times in (("reduction", emulation.reduction), ("optimizer", emulation.optimizer)):
+        require(len(times) in (0, stages), f"{name} has a time for each of {stages} stages", f"{times}")
+        fine = all(0 <= time < math.inf for time in times)
+        require(fine, f"{name} is finite and not negative", f"{times}")
+    reduces = emulation.replicas == 1 or not first.training or len(emulation.reduction) == stages
+    require(reduces, "several replicas reduce every stage", f"{emulation.reduction}")
