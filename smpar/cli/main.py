@@ -15,6 +15,7 @@ from smpar.errors import SmparError
 
 # Name, which is also the module's -> what it does, in the list of commands.
 COMMANDS = {
+    "plan": "find how a model trains fastest on a cluster, and write the plan",
     "probe": "measure the devices and links of a torchrun job, and write a cluster file",
     "profile": "measure a model's layers on this device, and write a profile",
 }

@@ -39,6 +39,7 @@ class Progress:
         self._stream = stream if stream is not None else sys.stderr
         self._clock = clock
         self._count = 0
+        self._note = ""
         self._status: Status | None = None
 
     def __enter__(self) -> Progress:
@@ -50,9 +51,10 @@ class Progress:
             self._status.stop()
             self._status = None
 
-    def advance(self) -> None:
-        """One more is done."""
+    def advance(self, note: str = "") -> None:
+        """One more is done; ``note`` is what to say besides."""
         self._count += 1
+        self._note = note
         if not self._shown:
             return
         now = self._clock()
@@ -67,4 +69,5 @@ class Progress:
             print(f"smpar: {self._line(now)}", file=self._stream, flush=True)
 
     def _line(self, now: float) -> str:
-        return f"{self._what}: {self._count} {self._counted}, {now - self._start:.0f} s"
+        note = f" {self._note}" if self._note else ""
+        return f"{self._what}: {self._count} {self._counted}{note}, {now - self._start:.0f} s"

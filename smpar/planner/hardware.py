@@ -65,3 +65,23 @@ DEEPSPEED = Runtime(
     weight=2, gradient=2, optimizer=14, message=2, reduced=4, tied=2, blocking=True, step=60, message_seconds=1e-3,
     fixed=0.02, nic=0.95, intra=0.8, reserve=0.0, schedules=("1f1b",), shards=False,
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Reached:
+    """What kernels reach of a device's rates, for times that are counted and not measured (a roofline).
+
+    Attributes:
+        flops, bytes: the part of the stated FLOP/s that large products reach, and of the bytes/s of everything else.
+        launch: seconds of each operator beyond that.
+    """
+
+    flops: float
+    bytes: float
+    launch: float
+
+
+DATA_SHEET = Reached(0.48, 0.74, 4e-6)
+"""Of rates in a data sheet: an A100's 312 TFLOP/s and 2.04 TB/s give 150 TFLOP/s and 1.5 TB/s in practice."""
+PROBED = Reached(0.85, 0.9, 4e-6)
+"""Of rates that `smpar probe` has measured with large products and copies."""

@@ -114,6 +114,7 @@ class Plans(Sequence[Plan]):
         seconds: that the search took.
         complete: False if it was interrupted.
         degrees: the best seconds found for each (tp, pp, dp) of which a strategy was simulated.
+        model: by which they were predicted; None if that is not known any more.
     """
 
     plans: tuple[Plan, ...]
@@ -122,6 +123,7 @@ class Plans(Sequence[Plan]):
     seconds: float
     complete: bool = True
     degrees: Mapping[tuple[int, int, int], float] = field(default_factory=dict)
+    model: CostModel | None = field(default=None, repr=False, compare=False)
 
     def __getitem__(self, index: Any) -> Any:
         return self.plans[index]
@@ -131,6 +133,13 @@ class Plans(Sequence[Plan]):
 
     def __iter__(self) -> Iterator[Plan]:
         return iter(self.plans)
+
+    def __str__(self) -> str:
+        return "\n".join(
+            f"{number}. {plan.strategy}: {plan.prediction.seconds:.4g} s per step, {plan.samples_per_second:.4g} samples/s"
+            + (f" ({plan.why})" if plan.why else "")
+            for number, plan in enumerate(self.plans, 1)
+        )
 
     @property
     def best(self) -> Plan:

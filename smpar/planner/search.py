@@ -124,6 +124,7 @@ class _Search:
             time.perf_counter() - started,
             complete,
             self.by_degrees,
+            self.model,
         )
 
     # -- candidates -----------------------------------------------------------------------------

@@ -64,13 +64,13 @@ def profile_model(
     fn = step or run
     outcomes = Outcomes(FakeRunner(device))
     with torch.inference_mode(False), torch.enable_grad():
-        even = _at_size(sizes[-1], lambda: open_until_even(fn, _call(model, args, kwargs, sizes[-1]), model, outcomes))
+        even = at_size(sizes[-1], lambda: open_until_even(fn, call_of(model, args, kwargs, sizes[-1]), model, outcomes))
         opened, glue_hooks = set(even.layout.split), set(even.layout.glue_hooks)
         rows: list[list[Measured]] = []
         with Measurer(outcomes, lambda work: work(), split=True, enough=_ENOUGH) as measurer:
             for size in sizes:
-                call = _call(model, args, kwargs, size)
-                seen = _at_size(size, lambda c=call: survey(fn, c, model, outcomes, opened, glue_hooks))  # type: ignore[misc]
+                call = call_of(model, args, kwargs, size)
+                seen = at_size(size, lambda c=call: survey(fn, c, model, outcomes, opened, glue_hooks))  # type: ignore[misc]
                 if seen.modules != even.modules:
                     raise CommandError(
                         "a model runs the same modules at every microbatch size",
@@ -85,10 +85,10 @@ def profile_model(
         tuple(float(size) for size in sizes),
         *(tuple(tuple(getattr(t, part) for t in row) for row in rows) for part in ("forward", "backward", "weight")),
     )
-    return Profile(_layers(model, even, sizes[-1]), _tensors(even, sizes[-1]), (times,), _tied(even))
+    return Profile(layers_of(model, even, sizes[-1]), tensors_of(even, sizes[-1]), (times,), tied_of(even))
 
 
-def _at_size(size: int, trace: Callable[[], Explored]) -> Explored:
+def at_size(size: int, trace: Callable[[], Explored]) -> Explored:
     try:
         return trace()
     except Exception as error:
@@ -99,7 +99,7 @@ def _at_size(size: int, trace: Callable[[], Explored]) -> Explored:
         ) from error
 
 
-def _call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], size: int) -> Call:
+def call_of(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], size: int) -> Call:
     batch = resized((tuple(args), dict(kwargs)), size)
     return (model, *batch[0]), batch[1]
 
@@ -127,7 +127,7 @@ def _taken(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return tensor.detach()[index.to(tensor.device)].requires_grad_(tensor.requires_grad)
 
 
-def _layers(model: nn.Module, seen: Explored, size: int) -> tuple[Layer, ...]:
+def layers_of(model: nn.Module, seen: Explored, size: int) -> tuple[Layer, ...]:
     """Parameters of split modules (a class token) go with the unit that reads them."""
     own = {id(p): p.numel() for p in model.parameters()}
     glued = [0] * len(seen.modules)
@@ -151,11 +151,11 @@ def _layers(model: nn.Module, seen: Explored, size: int) -> tuple[Layer, ...]:
     return tuple(made)
 
 
-def _tensors(seen: Explored, size: int) -> tuple[Tensor, ...]:
+def tensors_of(seen: Explored, size: int) -> tuple[Tensor, ...]:
     return tuple(Tensor(x.source, x.targets, x.elements / size, x.gradient) for x in seen.graph.links)
 
 
-def _tied(seen: Explored) -> tuple[Tied, ...]:
+def tied_of(seen: Explored) -> tuple[Tied, ...]:
     numbers = {name: p.numel() for m in seen.modules for name, p in _named(m, seen)}
     return tuple(Tied(shared.units, float(numbers[shared.name])) for shared in seen.graph.shared)
 

@@ -44,7 +44,7 @@ def with_plan(given: Any) -> dict[str, Any]:
     if given.get("plan") is None or isinstance(given["plan"], Planned):
         return given
     plan = _read(given.pop("plan"))
-    _refuse_unbuilt(plan)
+    require_built(plan)
     s = plan.strategy
     decided = {
         "pipeline_parallel_degree": s.pp,
@@ -109,7 +109,8 @@ def _read(source: Any) -> Plan:
     )
 
 
-def _refuse_unbuilt(plan: Plan) -> None:
+def require_built(plan: Plan) -> None:
+    """Raise NotBuiltYet if the plan asks for something that this version does not do."""
     s = plan.strategy
     asked = {
         "run tensor parallelism": (f"tp = {s.tp}", s.tp > 1, "tp=1"),

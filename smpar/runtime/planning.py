@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from smpar.stage.split import Call
 from smpar.stage.units import marked
 from smpar.trace import tree
 from smpar.trace.graph import Link, ModuleGraph, Unit, parameter_bytes, shared_parameters
+from smpar.trace.outcome import Work
 from smpar.trace.outcomes import Outcomes, flags
 
 
@@ -84,6 +86,7 @@ def graph_of(program: MicrobatchProgram, layout: Layout) -> tuple[ModuleGraph, l
     modules = list(order)
     flops, seconds, backward, saved, calls = ([0.0] * len(modules) for _ in range(5))
     shapes: list[tuple[tuple[int, ...], ...]] = [()] * len(modules)
+    work: list[Counter[Work]] = [Counter() for _ in modules]
     anchor: dict[int, int | None] = {}
     waiting: dict[int, set[int]] = {}  # tensors made of parameters only -> those parameters
     anchors: dict[int, int] = {}
@@ -114,6 +117,8 @@ def graph_of(program: MicrobatchProgram, layout: Layout) -> tuple[ModuleGraph, l
         seconds[home] += cost.seconds
         backward[home] += 2 * cost.seconds
         saved[home] += cost.saved
+        for operator, times in cost.work:
+            work[home][operator] += times
         if isinstance(event.target, nn.Module):
             calls[home] += 1
             shapes[home] = shapes[home] or tuple(program.metas[i].shape for i in event.outputs if i is not None)
@@ -125,7 +130,7 @@ def graph_of(program: MicrobatchProgram, layout: Layout) -> tuple[ModuleGraph, l
     made_units = tuple(
         Unit(
             layout.names[m], _kind(m), int(calls[i]), parameter_bytes(m), flops[i], seconds[i], backward[i],
-            int(saved[i]), shapes[i],
+            int(saved[i]), shapes[i], tuple(work[i].items()),
         )
         for i, m in enumerate(modules)
     )  # fmt: skip

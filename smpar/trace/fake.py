@@ -166,10 +166,10 @@ class FakeRunner:
         for const in tree.constants(spec):
             if const.opaque and not isinstance(const.value, torch.nn.Module):
                 snapshot.add(const.value)
-        watch = Watch(guess, module is not None, fewer)
-        count = CountMode(lambda: watch.random)
         saved: dict[int, int] = {}
-        kept: set[int] = set()
+        kept: set[int] = set()  # storages of parameters
+        watch = Watch(guess, module is not None, fewer, kept)
+        count = CountMode(lambda: watch.random)
 
         boxes: list[list[torch.Tensor]] = []
 
@@ -190,7 +190,7 @@ class FakeRunner:
                 if module is not None:
                     left, filled, changed = stack.enter_context(self._twinned(module))
                     stack.enter_context(replacing())
-                    kept.update(self.twin(p).untyped_storage()._cdata for p in module.parameters())
+                    kept.update(p.untyped_storage()._cdata for p in module.parameters())
                 stack.enter_context(self.mode)
                 leaves, fakes = self._fakes(given)
                 versions = [f._version for f in fakes]
@@ -284,7 +284,7 @@ class FakeRunner:
             draws=draws,
             random=watch.random > 0,
             guessed=watch.guessed,
-            cost=Cost(watch.flops, watch.seconds, saved),
+            cost=Cost(watch.flops, watch.seconds, saved, tuple(watch.work.items())),
             borrowed=tuple(watch.borrowed.values()),
         )
 

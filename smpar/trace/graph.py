@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from smpar.trace.outcome import Work
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -23,6 +25,7 @@ class Unit:
         flops, forward_seconds, backward_seconds: counted, or measured; with the glue that follows it.
         saved_bytes: kept from its forward for its backward.
         output_shapes: shapes of the tensors its first call gave.
+        work: operators of its forward, each with how often it is there.
     """
 
     name: str
@@ -34,6 +37,7 @@ class Unit:
     backward_seconds: float
     saved_bytes: int
     output_shapes: tuple[tuple[int, ...], ...]
+    work: tuple[tuple[Work, int], ...] = dataclasses.field(default=(), repr=False)
 
     @property
     def seconds(self) -> float:

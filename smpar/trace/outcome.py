@@ -43,16 +43,40 @@ def meta_of(tensor: torch.Tensor) -> Meta:
         )
 
 
+class Work(NamedTuple):
+    """What one operator does, from which its time on any device follows: `seconds`.
+
+    Attributes:
+        flops: floating-point operations, weighted by how much slower than plain products they run.
+        bytes: read and written.
+        weights: whether it multiplies by a parameter, whose gradient may be computed later than that of the input.
+    """
+
+    flops: float
+    bytes: float
+    weights: bool
+
+    def seconds(self, flops: float, bandwidth: float, launch: float) -> float:
+        """On a device of so many FLOP/s and bytes/s, with so many seconds per launched operator (roofline)."""
+        return max(self.flops / flops, self.bytes / bandwidth) + launch
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cost:
-    """Counted cost of one call: floating-point operations and seconds of its forward, bytes kept for its backward."""
+    """Counted cost of one call: floating-point operations and seconds of its forward, bytes kept for its backward.
+
+    ``work`` has its operators one by one, each with how often it is there.
+    """
 
     flops: float = 0.0
     seconds: float = 0.0
     saved: int = 0
+    work: tuple[tuple[Work, int], ...] = ()
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(self.flops + other.flops, self.seconds + other.seconds, self.saved + other.saved)
+        return Cost(
+            self.flops + other.flops, self.seconds + other.seconds, self.saved + other.saved, self.work + other.work
+        )
 
 
 class Out(NamedTuple):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
+from collections import Counter
+from collections.abc import Set
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from smpar.trace.known import KnownValues
+from smpar.trace.outcome import Work
 
 aten = torch.ops.aten
 
@@ -70,10 +73,16 @@ def _undropped(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 class Watch(TorchDispatchMode):
-    """Counts costs and random operators; answers what only data could tell with a guess."""
+    """Counts costs and random operators; answers what only data could tell with a guess.
 
-    def __init__(self, guess: bool, follow: bool, fewer: int) -> None:
+    Args:
+        weights: storages of parameters.
+    """
+
+    def __init__(self, guess: bool, follow: bool, fewer: int, weights: Set[int] = frozenset()) -> None:
         super().__init__()
+        self._weights = weights
+        self.work: Counter[Work] = Counter()
         self._fewer = fewer  # rows taken off each guess of how many there are
         self.flops = self.seconds = 0.0
         self.random = 0
@@ -193,9 +202,11 @@ class Watch(TorchDispatchMode):
         formula = _FLOPS.get(packet)
         flops = float(formula(*args, **kwargs, out_val=result)) if formula else 0.0
         moved = out.numel() * out.element_size()
+        weights = False
         for arg in args:
             if isinstance(arg, torch.Tensor):
                 moved += arg.numel() * arg.element_size()
+                weights |= formula is not None and arg.untyped_storage()._cdata in self._weights
         if packet is aten.embedding:  # reads a few rows; its backward, counted as two forwards, writes a whole table
             moved = 2 * out.numel() * out.element_size() + args[0].numel() * args[0].element_size() // 2
         rate = RATES.get(out.device.type, RATES["cuda"])
@@ -204,7 +215,9 @@ class Watch(TorchDispatchMode):
         if out.device.type == "cpu" and fresh >= _LARGE:
             self.seconds += fresh / rate.bytes
         slower = _ATTENTION if packet in _FUSED else 1.0
-        self.seconds += max(slower * flops / rate.flops, moved / rate.bytes) + rate.launch
+        work = Work(slower * flops, moved, weights)
+        self.work[work] += 1
+        self.seconds += work.seconds(rate.flops, rate.bytes, rate.launch)
 
 
 def _as_fake(known: Any) -> Any:
