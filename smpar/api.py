@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from smpar import amp
+from smpar.advisor import plan
 from smpar.comm.messages import (
     CommGroup,
     RankType,
@@ -17,6 +18,8 @@ from smpar.comm.messages import (
     send,
     tp_barrier,
 )
+from smpar.describe.page import plans_page
+from smpar.describe.plans import plans_text
 from smpar.describe.report import metrics, report, timetable
 from smpar.errors import SmparError
 from smpar.model import DistributedModel, set_partition
@@ -42,6 +45,8 @@ __all__ = [
     # training
     "step", "StepOutput", "DistributedModel", "DistributedOptimizer", "clip_grad_norm_", "amp",
     "partition", "set_partition",
+    # planning
+    "plan", "plans_text", "plans_page",
     # seeing
     "report", "timetable", "metrics", "module_graph", "ModuleGraph", "SmparError",
     # ranks, groups, messages

@@ -1,7 +1,7 @@
 """Drawings of pages: a step's timetable and the search's frontier as SVG, bars as HTML. All colours are the page's.
 
-    rank 0  ▐0▌▐1▌▐2▌··▐₀▌▐3▌▐₁▌ ...  ▐₃▌            forwards, backwards, backwards of weights, to scale
-            ───────────────────────── ▂▂reduce▂▂ ▂opt▂     below each rank: its reductions, its optimizer's step
+rank 0  ▐0▌▐1▌▐2▌··▐₀▌▐3▌▐₁▌ ...  ▐₃▌            forwards, backwards, backwards of weights, to scale
+        ───────────────────────── ▂▂reduce▂▂ ▂opt▂     below each rank: its reductions, its optimizer's step
 """
 
 from __future__ import annotations
@@ -31,7 +31,11 @@ class Span(NamedTuple):
 
 
 def timetable_svg(
-    actions: Sequence[Timed], lanes: Sequence[Sequence[Span]], seconds: float, first_stages: Mapping[int, int], said: str
+    actions: Sequence[Timed],
+    lanes: Sequence[Sequence[Span]],
+    seconds: float,
+    first_stages: Mapping[int, int],
+    said: str,
 ) -> str:
     """A step's timetable to scale.
 
@@ -58,7 +62,8 @@ def timetable_svg(
         key = f"{_CLASS[action.kind]}{action.microbatch % 2}", action.segment != first_stages.get(timed.rank)
         paths.setdefault(key, []).append(_box(timed.start * scale, timed.end * scale, _top(timed.rank), _ROW))
     for (colour, pale), boxes in sorted(paths.items()):
-        parts.append(f'<path class="{colour}"{" opacity=" + chr(34) + ".72" + chr(34) if pale else ""} d="{"".join(boxes)}"/>')
+        faded = ' opacity=".72"' if pale else ""
+        parts.append(f'<path class="{colour}"{faded} d="{"".join(boxes)}"/>')
     if len(actions) <= _LABELLED:
         parts += [_label(timed, scale) for timed in actions if (timed.end - timed.start) * scale >= 15]
     for rank, spans in enumerate(lanes):
@@ -69,9 +74,8 @@ def timetable_svg(
         x = _LEFT + _WIDTH * share / 4
         parts.append(f'<line class="axis" x1="{x}" x2="{x}" y1="{height}" y2="{height + 6}"/>')
         anchor = "end" if share == 4 else "middle"
-        parts.append(
-            f'<text class="soft" x="{x}" y="{height + 22}" text-anchor="{anchor}">{duration(seconds * share / 4)}</text>'
-        )
+        told = duration(seconds * share / 4)
+        parts.append(f'<text class="soft" x="{x}" y="{height + 22}" text-anchor="{anchor}">{told}</text>')
     return "".join([*parts, "</svg>"])
 
 
@@ -86,7 +90,9 @@ def _box(start: float, end: float, y: float, height: float) -> str:
 
 def _label(timed: Timed, scale: float) -> str:
     x = _LEFT + (timed.start + timed.end) / 2 * scale
-    return f'<text class="n" x="{x:.1f}" y="{_top(timed.rank) + 16}" text-anchor="middle">{timed.action.microbatch}</text>'
+    return (
+        f'<text class="n" x="{x:.1f}" y="{_top(timed.rank) + 16}" text-anchor="middle">{timed.action.microbatch}</text>'
+    )
 
 
 def _sampled(actions: Iterable[Timed], ranks: int, seconds: float) -> list[Timed]:
@@ -111,7 +117,9 @@ def frontier_svg(frontier: Mapping[int, float], said: str) -> str:
     for share in range(5):
         y = top + height * (1 - share / 4)
         parts.append(f'<line class="axis" x1="{left}" x2="{left + width}" y1="{y}" y2="{y}"/>')
-        parts.append(f'<text class="soft" x="{left - 8}" y="{y + 4}" text-anchor="end">{duration(slowest * share / 4)}</text>')
+        parts.append(
+            f'<text class="soft" x="{left - 8}" y="{y + 4}" text-anchor="end">{duration(slowest * share / 4)}</text>'
+        )
     path, low = "", float("inf")
     for devices, seconds in points:
         low = min(low, seconds)
@@ -127,7 +135,9 @@ def frontier_svg(frontier: Mapping[int, float], said: str) -> str:
     for devices in _ticks(most):
         x = left + devices * across
         parts.append(f'<text class="soft" x="{x:.1f}" y="{top + height + 18}" text-anchor="middle">{devices}</text>')
-    parts.append(f'<text class="soft" x="{left + width / 2}" y="{top + height + 38}" text-anchor="middle">devices</text>')
+    parts.append(
+        f'<text class="soft" x="{left + width / 2}" y="{top + height + 38}" text-anchor="middle">devices</text>'
+    )
     return "".join([*parts, "</svg>"])
 
 
@@ -149,7 +159,9 @@ def bars(
     found = []
     for index, (name, parts, end) in enumerate(rows):
         boxes = "".join(
-            f'<i class="c-{colour}" style="width:{_share(amount, whole)}%"></i>' for colour, amount in parts if amount > 0
+            f'<i class="c-{colour}" style="width:{_share(amount, whole)}%"></i>'
+            for colour, amount in parts
+            if amount > 0
         )
         if limits:
             line = _share(limits[index], whole)
@@ -157,8 +169,9 @@ def bars(
             boxes += f'{rest}<u style="left:calc({line}% - 2px)"></u>'
         said = f"{name}: {end}"
         found.append(
-            f'<span>{escape(name)}</span><div class="bar" role="img" aria-label="{escape(said)}">{boxes}</div>'
-            f"<span>{escape(end)}</span>"
+            f'<div class="row"><span>{escape(name)}</span>'
+            f'<div class="bar" role="img" aria-label="{escape(said)}">{boxes}</div>'
+            f"<span>{escape(end)}</span></div>"
         )
     return f'<div class="bars">{"".join(found)}</div>'
 

@@ -10,7 +10,6 @@ from smpar.describe.numbers import count, duration, memory, percent
 from smpar.describe.page_style import CSS
 from smpar.describe.plans import devices_of, filled, fullest, layers_of, of_strategy, searched
 from smpar.planner.cost import CostModel, Memory
-from smpar.planner.pipeline import Timeline
 from smpar.planner.plans import Plan, Plans, parts
 
 _DRAWN = 1024  # devices of a cluster that is drawn for every plan; larger ones only for the best
@@ -66,7 +65,7 @@ def _summary(plans: Plans, model: CostModel) -> Iterable[str]:
     best = plans.best
     s, p = best.strategy, best.prediction
     used, whole = len(s.devices), model.cluster.size
-    yield f"<h1>{escape(str(s))}</h1>"
+    yield f"<h1>Best plan: {escape(str(s))}</h1>"
     yield (
         f"<p>This is the fastest way found to train {s.global_batch} samples per step of a model of "
         f"{model.profile.size} layers on {escape(str(model.cluster))}. {_degrees_in_words(best)}</p>"
@@ -81,8 +80,8 @@ def _summary(plans: Plans, model: CostModel) -> Iterable[str]:
     yield '<div class="facts">' + "".join(f"<div><b>{escape(a)}</b><span>{b}</span></div>" for a, b in facts) + "</div>"
     if used < whole:
         yield f"<p>{whole - used} devices are left out: with them a step would not be faster.</p>"
-    if len(plans) > 1:
-        yield f"<p>The next best plan, {escape(str(plans[1].strategy))}, takes {escape(plans[1].why or 'as long')}.</p>"
+    if len(plans) > 1 and plans[1].why:
+        yield f"<p>The next best plan, {escape(str(plans[1].strategy))}, is slower: {escape(plans[1].why)}.</p>"
     yield f'<p class="soft">{escape(searched(plans))}.</p>'
 
 
@@ -90,8 +89,12 @@ def _degrees_in_words(plan: Plan) -> str:
     s = plan.strategy
     words = []
     if s.pp > 1:
-        stages = f"{s.stages} stages" if s.virtual_stages == 1 else f"{s.stages} stages, {s.virtual_stages} on each rank"
-        words.append(f"The model is cut into a pipeline of {s.pp} ranks ({stages}), which runs the schedule {s.schedule}")
+        stages = (
+            f"{s.stages} stages" if s.virtual_stages == 1 else f"{s.stages} stages, {s.virtual_stages} on each rank"
+        )
+        words.append(
+            f"The model is cut into a pipeline of {s.pp} ranks ({stages}), which runs the schedule {s.schedule}"
+        )
     if s.dp > 1:
         words.append(f"{s.dp} replicas share the batch" if words else f"{s.dp} replicas of the model share the batch")
     if s.tp > 1:
@@ -105,7 +108,11 @@ def _comparison(plans: Plans, model: CostModel) -> Iterable[str]:
     yield "<h2>Where the time goes</h2>"
     slowest = max(plan.prediction.seconds for plan in plans)
     rows = [
-        (f"{number}. {' · '.join(of_strategy(plan))}", list(parts(model, plan).items()), duration(plan.prediction.seconds))
+        (
+            f"{number}. {' · '.join(of_strategy(plan))}",
+            list(parts(model, plan).items()),
+            duration(plan.prediction.seconds),
+        )
         for number, plan in enumerate(plans, 1)
     ]
     yield "<figure>" + bars(rows, slowest) + key((f"c-{c}", words) for c, words in _CAUSES.items())
@@ -114,7 +121,7 @@ def _comparison(plans: Plans, model: CostModel) -> Iterable[str]:
     yield '<th>microbatches</th><th class="n">per step</th><th class="n">samples/s</th><th class="n">bubble</th>'
     yield '<th class="n">fullest device</th><th>against the best</th></tr></thead><tbody>'
     for number, plan in enumerate(plans, 1):
-        names = "".join(f"<td>{escape(word)}</td>" for word in of_strategy(plan))
+        names = "".join(f'<td class="w">{escape(word)}</td>' for word in of_strategy(plan))
         numbers = (duration(plan.prediction.seconds), f"{plan.samples_per_second:.4g}",
                    percent(plan.prediction.bubble, 1.0), fullest(plan))  # fmt: skip
         cells = "".join(f'<td class="n">{number_}</td>' for number_ in numbers)
@@ -128,8 +135,7 @@ def _plan(number: int, plan: Plan, model: CostModel) -> Iterable[str]:
     s = plan.strategy
     yield f'<details class="plan"{opened}><summary>{number}. {escape(str(s))} '
     yield f"<span>· {duration(plan.prediction.seconds)}</span></summary><div>"
-    line = model.timeline(s)
-    yield from _timetable(plan, line)
+    yield from _timetable(plan, model)
     yield from _stages(plan)
     yield from _memory(plan, model.memory(s))
     if number == 1 or model.cluster.size <= _DRAWN // 4:
@@ -137,38 +143,33 @@ def _plan(number: int, plan: Plan, model: CostModel) -> Iterable[str]:
     yield "</div></details>"
 
 
-def _timetable(plan: Plan, line: Timeline) -> Iterable[str]:
-    assert line.timetable is not None, "the cost model's timelines have their actions"
+def _timetable(plan: Plan, model: CostModel) -> Iterable[str]:
     s, p = plan.strategy, plan.prediction
+    table = model.timeline(s).timetable
+    assert table is not None, "the cost model's timelines have their actions"
     first = {rank: stage for stage, rank in reversed(list(enumerate(s.ranks)))}
-    actions = list(line.timetable)
+    actions, lanes = list(table), _lanes(plan, model)
     said = f"Timetable of {s}: {s.pp} ranks, {duration(p.seconds)} per step, bubble {percent(p.bubble, 1.0)}"
     yield "<h3>Timetable of a step</h3>"
-    yield '<figure><div class="wide time">' + timetable_svg(actions, _lanes(plan, line), p.seconds, first, said) + "</div>"
-    split = any(kind > 1 for kind in line.timetable.kind)
+    yield '<figure><div class="wide time">' + timetable_svg(actions, lanes, p.seconds, first, said) + "</div>"
+    split = any(kind > 1 for kind in table.kind)
     entries = [("k-f", "forward"), ("k-b", "backward of inputs" if split else "backward")]
-    entries += [("k-w", "backward of weights")] * split + [("k-r", "reducing gradients")] * (s.dp > 1)
+    entries += [("k-w", "backward of weights")] * split + [("k-r", "reducing gradients")] * any(
+        span.colour == "r" for lane in lanes for span in lane
+    )
     yield key([*entries, ("k-o", "optimizer"), ("k-idle", "idle")])
     pale = " Paler: further stages of the rank." if s.virtual_stages > 1 else ""
     replica = "The slowest replica. " if s.dp > 1 else ""
     yield f"<figcaption>{replica}Neighbouring microbatches differ in tone.{pale}</figcaption></figure>"
 
 
-def _lanes(plan: Plan, line: Timeline) -> list[list[Span]]:
-    """Each rank's reductions, one after the other from its last backwards on, and the optimizer's step."""
-    s, p = plan.strategy, plan.prediction
-    lanes: list[list[Span]] = [[] for _ in range(s.pp)]
-    done = [0.0] * s.pp
-    for stage in sorted(range(s.stages), key=line.last_backward.__getitem__):
-        rank, seconds = s.ranks[stage], p.stages[stage].reduction
-        start = max(done[rank], line.last_backward[stage])
-        done[rank] = start + seconds
-        if seconds:
-            lanes[rank].append(Span("r", start, done[rank]))
-    reduced = p.pipeline + p.reduction
-    for lane in lanes:
-        lane.append(Span("o", reduced, p.seconds))
-    return lanes
+def _lanes(plan: Plan, model: CostModel) -> list[list[Span]]:
+    """Each rank's sums of gradients, and the optimizer's step."""
+    p = plan.prediction
+    step = Span("o", p.pipeline + p.reduction, p.seconds)
+    return [
+        [*(Span("r", *span) for span in spans if span[0] < span[1]), step] for spans in model.reducing(plan.strategy)
+    ]
 
 
 def _stages(plan: Plan) -> Iterable[str]:
@@ -181,8 +182,8 @@ def _stages(plan: Plan) -> Iterable[str]:
         numbers = [stage.forward, stage.backward, stage.receives, stage.reduction]
         again = " (runs its forward again)" * s.recomputes(index)
         cells = "".join(f'<td class="n">{duration(n)}</td>' for n in numbers)
-        yield f'<tr><td class="n">{index}</td><td class="n">{rank}</td><td class="long">{escape(layers_of(plan, index))}'
-        yield f"{again}</td><td>{escape(devices_of(plan, rank))}</td>{cells}</tr>"
+        yield f'<tr><td class="n">{index}</td><td class="n">{rank}</td><td class="long">'
+        yield f"{escape(layers_of(plan, index))}{again}</td><td>{escape(devices_of(plan, rank))}</td>{cells}</tr>"
     yield "</tbody></table></div>"
 
 
@@ -211,8 +212,8 @@ def _placement(plan: Plan) -> Iterable[str]:
         name = f"node {index}: {node.name} ({node.device})"
         yield f'<div class="node"><p>{escape(name)}</p><div class="cells">{cells}</div></div>'
         start += node.count
-    yield "</div><figcaption>Each device with its number in the cluster, its pipeline rank (colour) and replica"
-    yield f"{', and its shard' if s.tp > 1 else ''}.</figcaption></figure>"
+    yield "</div><figcaption>Each device with its number in the cluster, its pipeline rank (colour), replica"
+    yield f"{' and shard' if s.tp > 1 else ''}.</figcaption></figure>"
 
 
 def _cell(device: int, place: tuple[int, int, int] | None, tp: int) -> str:

@@ -21,14 +21,15 @@ figcaption,caption{font-size:.88rem;text-align:left}figure{margin:.6em 0 1.2em}
 .wide{overflow-x:auto}table{border-collapse:collapse;font-size:.9rem;font-variant-numeric:tabular-nums}
 th,td{padding:5px 14px 5px 0;text-align:left;vertical-align:top;border-bottom:1px solid var(--line)}
 th{color:var(--soft);font-weight:600;white-space:nowrap}td.n,th.n{text-align:right;white-space:nowrap}
-td.long{min-width:15em}
+td.long{min-width:15em}td.w{white-space:nowrap}.row{display:contents}
 .bars{display:grid;grid-template-columns:max-content minmax(120px,1fr) max-content;gap:6px 12px;align-items:center;
 font-size:.9rem;font-variant-numeric:tabular-nums}
 .bar{position:relative;display:flex;height:18px;background:var(--track);border-radius:3px;overflow:hidden}
 .bar i{display:block;height:100%}.bar u{position:absolute;top:0;bottom:0;width:2px;background:var(--bad)}
 .bar s{position:absolute;top:0;bottom:0;right:0;background:repeating-linear-gradient(45deg,var(--track) 0 4px,
 var(--paper) 4px 8px)}
-.key{display:flex;flex-wrap:wrap;gap:4px 16px;font-size:.85rem;color:var(--soft);margin:.4em 0;padding:0;list-style:none}
+.key{display:flex;flex-wrap:wrap;gap:4px 16px;font-size:.85rem;color:var(--soft);margin:.4em 0;padding:0;
+list-style:none}
 .key i{display:inline-block;width:12px;height:12px;border-radius:2px;margin-right:6px;vertical-align:-1px}
 .c-computing,.c-weights{background:var(--f0)}.c-balance,.c-gradients{background:var(--w0)}
 .c-waiting,.c-activations{background:var(--b0)}.c-reduction,.c-optimizer-state{background:var(--r)}
@@ -38,7 +39,8 @@ details.plan>summary{cursor:pointer;padding:10px 14px;background:var(--card);bor
 details.plan>summary span{font-weight:400;color:var(--soft)}details.plan>div{padding:0 14px 14px}
 svg{display:block;max-width:100%;height:auto}.time svg{min-width:760px;max-width:none;width:100%}
 svg text{fill:var(--ink);font:12px system-ui,sans-serif}svg text.soft{fill:var(--soft)}
-svg .axis{stroke:var(--line);stroke-width:1}svg .track{fill:var(--track)}svg .curve{fill:none;stroke:var(--f0);stroke-width:2}
+svg .axis{stroke:var(--line);stroke-width:1}svg .track{fill:var(--track)}
+svg .curve{fill:none;stroke:var(--f0);stroke-width:2}
 svg .dot{fill:var(--f0)}svg .best{fill:var(--bad)}
 .f0{fill:var(--f0)}.f1{fill:var(--f1)}.b0{fill:var(--b0)}.b1{fill:var(--b1)}.w0{fill:var(--w0)}.w1{fill:var(--w1)}
 .r{fill:var(--r)}.o{fill:var(--o)}.k-f{background:var(--f0)}.k-b{background:var(--b0)}.k-w{background:var(--w0)}
@@ -52,7 +54,7 @@ svg text.n{fill:#fff;font-size:11px}
 font-size:.78rem;text-align:center;line-height:1.25}
 .cell.none{border-style:dashed;border-color:var(--line);background:none!important;color:var(--soft)}
 .three{display:grid;grid-template-columns:repeat(auto-fit,minmax(270px,1fr));gap:0 28px}
-@media(max-width:560px){body{font-size:15px}.bars{grid-template-columns:1fr max-content;gap:2px 10px}
-.bars .bar{grid-column:1/3;grid-row:auto;margin-bottom:6px}.bars .bar{order:0}h1{font-size:1.35rem}
-details.plan>div{padding:0 10px 12px}}
+@media(max-width:560px){body{font-size:15px}.bars{display:block}.row{display:grid;
+grid-template-columns:1fr max-content;gap:2px 10px;margin-bottom:8px}.row .bar{grid-column:1/3;order:3}
+h1{font-size:1.35rem}details.plan>div{padding:0 10px 12px}}
 """

@@ -176,6 +176,11 @@ class CostModel:
         """What fills a device of each pipeline rank, the worst replica's."""
         return _Case(self, strategy).memory()
 
+    def reducing(self, strategy: Strategy) -> list[list[tuple[float, float]]]:
+        """By pipeline rank, from when to when it sums gradients; seconds from the start of the step."""
+        case = _Case(self, strategy)
+        return case.reducing([simulate_named(p, strategy.schedule, strategy.microbatches) for p in case.pipelines])
+
     def timeline(self, strategy: Strategy) -> Timeline:
         """The simulated pipeline of the slowest kind of replica, with all its actions."""
         case = _Case(self, strategy)
@@ -243,6 +248,10 @@ class _Case:
         self.intervals = list(zip(strategy.cuts, (*strategy.cuts[1:], model.profile.size), strict=True))
         self.parameters = [model.flow.parameters_of(a, b, strategy.tp) for a, b in self.intervals]
         self.saved = [model.flow.saved_of(a, b, strategy.tp) * strategy.microbatch for a, b in self.intervals]
+        self.reductions = [
+            held * model.runtime.reduced * self.net.reduction[rank]
+            for held, rank in zip(self.parameters, self.ranks, strict=True)
+        ]
         self.kept = [
             model.flow.into(a, b)[0] * model.runtime.message * strategy.microbatch if strategy.recomputes(s) else saved
             for s, ((a, b), saved) in enumerate(zip(self.intervals, self.saved, strict=True))
@@ -284,16 +293,8 @@ class _Case:
     def prediction(self) -> Prediction:
         strategy, runtime, net = self.strategy, self.model.runtime, self.net
         lines = [simulate_named(p, strategy.schedule, strategy.microbatches) for p in self.pipelines]
-        ends = [max(line.last_backward[s] for line in lines) for s in range(strategy.stages)]
         end = max(line.seconds for line in lines)
-        reductions = [
-            self.parameters[s] * runtime.reduced * net.reduction[self.ranks[s]] for s in range(strategy.stages)
-        ]
-        ends = self._tied(ends)
-        done = [0.0] * strategy.pp
-        for stage in sorted(range(strategy.stages), key=ends.__getitem__):  # a rank's reductions come one by one
-            rank = self.ranks[stage]
-            done[rank] = max(done[rank], ends[stage]) + reductions[stage]
+        done = [spans[-1][1] for spans in self.reducing(lines)]
         reduced = max(end, *done)
         steps = [
             self._held(rank) * runtime.step / (strategy.dp if strategy.shard_optimizer else 1) / net.bandwidths[rank]
@@ -309,20 +310,31 @@ class _Case:
             1.0 - sum(busy) / (strategy.pp * end) if end else 0.0,
             tuple(memory.total for memory in self.memory(lines)),
             net.limits,
-            self._stages(reductions),
+            self._stages(),
         )
 
-    def _tied(self, ends: list[float]) -> list[float]:
-        """When each stage has the gradients of its parameters complete: tied ones are first summed over their stages.
+    def reducing(self, lines: Sequence[Timeline]) -> list[list[tuple[float, float]]]:
+        """By pipeline rank, from when to when it sums gradients: tied ones over stages, then all over the replicas.
 
-        A sum starts when the last of its stages has its part.
+        A sum over stages starts when the last of them has its part; a rank's reductions come one by one.
+
+        Args:
+            lines: of all kinds of replica; the last one counts.
         """
-        ends = list(ends)
+        ends = [max(line.last_backward[s] for line in lines) for s in range(self.strategy.stages)]
+        spans: list[list[tuple[float, float]]] = [[] for _ in range(self.strategy.pp)]
         for tied, (stages, seconds) in self._ties().items():
-            end = max(ends[s] for s in stages) + seconds * self.model.profile.tied[tied].parameters
+            start = max(ends[s] for s in stages)
             for stage in stages:
-                ends[stage] = end
-        return ends
+                ends[stage] = start + seconds * self.model.profile.tied[tied].parameters
+                spans[self.ranks[stage]].append((start, ends[stage]))
+        done = [0.0] * self.strategy.pp
+        for stage in sorted(range(self.strategy.stages), key=ends.__getitem__):
+            rank = self.ranks[stage]
+            start = max(done[rank], ends[stage])
+            done[rank] = start + self.reductions[stage]
+            spans[rank].append((start, done[rank]))
+        return spans
 
     def _ties(self) -> dict[int, tuple[tuple[int, ...], float]]:
         """Tied parameters on several ranks: their stages, and seconds per parameter of the sum over those."""
@@ -368,7 +380,7 @@ class _Case:
         held = self._held(rank)
         return Memory(held * runtime.weight, held * runtime.gradient, held * optimizer, activations, working)
 
-    def _stages(self, reductions: list[float]) -> tuple[Stage, ...]:
+    def _stages(self) -> tuple[Stage, ...]:
         state = self.model.runtime.state
         slow = max(self.pipelines, key=lambda p: sum(p.forward) + sum(p.backward))
         return tuple(
@@ -377,7 +389,7 @@ class _Case:
                 slow.forward[s],
                 slow.backward[s],
                 (slow.wire_forward[s - 1] + slow.latency_forward[s - 1]) if s else 0.0,
-                reductions[s],
+                self.reductions[s],
                 self.parameters[s] * state + self.kept[s],
             )
             for s, interval in enumerate(self.intervals)

@@ -136,8 +136,8 @@ class Plans(Sequence[Plan]):
 
     def __str__(self) -> str:
         return "\n".join(
-            f"{number}. {plan.strategy}: {plan.prediction.seconds:.4g} s per step, {plan.samples_per_second:.4g} samples/s"
-            + (f" ({plan.why})" if plan.why else "")
+            f"{number}. {plan.strategy}: {plan.prediction.seconds:.4g} s per step, "
+            f"{plan.samples_per_second:.4g} samples/s" + (f" ({plan.why})" if plan.why else "")
             for number, plan in enumerate(self.plans, 1)
         )
 

@@ -1,7 +1,7 @@
 """A model's profile counted from a trace, for any devices and without any: operators against the rates of each device.
 
-    operator   |FLOP| / rate of products ┐
-               |bytes| / rate of memory  ┴ the larger one, and a launch; twice that backward
+operator   |FLOP| / rate of products ┐
+           |bytes| / rate of memory  ┴ the larger one, and a launch; twice that backward
 """
 
 from __future__ import annotations
