@@ -99,7 +99,9 @@ def _degrees_in_words(plan: Plan) -> str:
         words.append(f"{s.dp} replicas share the batch" if words else f"{s.dp} replicas of the model share the batch")
     if s.tp > 1:
         words.append(f"each layer is divided among {s.tp} devices")
-    microbatches = f"a step of each replica has {s.microbatches} microbatches of {s.microbatch} samples"
+    whose = "a step of each replica" if s.dp > 1 else "a step"
+    samples = "1 sample" if s.microbatch == 1 else f"{s.microbatch} samples"
+    microbatches = f"{whose} has {s.microbatches} microbatches of {samples}"
     words.append(microbatches if words else f"One device holds the model, and {microbatches}")
     return "; ".join(words) + "."
 
@@ -191,7 +193,7 @@ def _memory(plan: Plan, need: Sequence[Memory]) -> Iterable[str]:
     limits = plan.prediction.limits
     rows = [
         (
-            f"rank {rank} ({devices_of(plan, rank)})",
+            f"rank {rank} on {devices_of(plan, rank)}",
             list(zip(_MEMORY, bytes_, strict=True)),
             filled(bytes_.total, limits[rank]),
         )
@@ -212,8 +214,9 @@ def _placement(plan: Plan) -> Iterable[str]:
         name = f"node {index}: {node.name} ({node.device})"
         yield f'<div class="node"><p>{escape(name)}</p><div class="cells">{cells}</div></div>'
         start += node.count
-    yield "</div><figcaption>Each device with its number in the cluster, its pipeline rank (colour), replica"
-    yield f"{' and shard' if s.tp > 1 else ''}.</figcaption></figure>"
+    shard = ", shard" if s.tp > 1 else ""
+    yield f"</div><figcaption>By device: number in the cluster, pipeline rank (colour), replica{shard}.</figcaption>"
+    yield "</figure>"
 
 
 def _cell(device: int, place: tuple[int, int, int] | None, tp: int) -> str:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 CSS = """
 :root{color-scheme:light dark;--ink:#1c2128;--soft:#59636e;--paper:#fff;--card:#f6f8fa;--line:#d1d9e0;--track:#e6eaef;
---f0:#5b9bd5;--f1:#82b5e2;--b0:#2f8f6b;--b1:#55ad8a;--w0:#d9952c;--w1:#e8b35c;--r:#9a6fc4;--o:#8b949e;--bad:#c4402f;
---ring:hsl(var(--h) 62% 84%);--edge:hsl(var(--h) 45% 55%)}
+--f0:#5b9bd5;--f1:#82b5e2;--b0:#2f8f6b;--b1:#55ad8a;--w0:#d9952c;--w1:#e8b35c;--r:#9a6fc4;--o:#8b949e;--bad:#c4402f}
 @media(prefers-color-scheme:dark){:root{--ink:#e6edf3;--soft:#9aa5b1;--paper:#0f1318;--card:#171c23;--line:#313a45;
 --track:#242c36;--f0:#3f7fbd;--f1:#5f9bd3;--b0:#2b8a66;--b1:#46a27f;--w0:#bd7f1f;--w1:#d39a43;--r:#8a63b0;--o:#6b7580;
 --bad:#ef7565}.cell{background:hsl(var(--h) 35% 27%)!important;border-color:hsl(var(--h) 40% 45%)!important}}
@@ -50,7 +49,8 @@ svg text.n{fill:#fff;font-size:11px}
 .node{border:1px solid var(--line);border-radius:8px;padding:6px 8px 8px;background:var(--card)}
 .node p{margin:0 0 4px;font-size:.82rem;color:var(--soft)}
 .cells{display:flex;flex-wrap:wrap;gap:4px}
-.cell{min-width:50px;padding:3px 6px;border-radius:5px;border:1px solid var(--edge);background:var(--ring);
+.cell{min-width:50px;padding:3px 6px;border-radius:5px;border:1px solid hsl(var(--h) 45% 60%);
+background:hsl(var(--h) 62% 86%);
 font-size:.78rem;text-align:center;line-height:1.25}
 .cell.none{border-style:dashed;border-color:var(--line);background:none!important;color:var(--soft)}
 .three{display:grid;grid-template-columns:repeat(auto-fit,minmax(270px,1fr));gap:0 28px}

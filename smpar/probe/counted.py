@@ -82,12 +82,9 @@ def _with_transient(layer: Layer, index: int, seen: Sequence[Explored], sizes: S
 
 
 def _times(device: DeviceType, reached: Reached, seen: Sequence[Explored], sizes: Sequence[int]) -> Times:
-    forward, backward, weight = [], [], []
-    for explored in seen:
-        rows = [_seconds(unit, device, reached) for unit in explored.graph.units]
-        for table, column in zip((forward, backward, weight), zip(*rows, strict=True), strict=True):
-            table.append(column)
-    return Times(device.name, 1, tuple(map(float, sizes)), tuple(forward), tuple(backward), tuple(weight))
+    by_size = [[_seconds(unit, device, reached) for unit in explored.graph.units] for explored in seen]
+    parts = (tuple(tuple(unit[part] for unit in units) for units in by_size) for part in range(3))
+    return Times(device.name, 1, tuple(map(float, sizes)), *parts)
 
 
 def _seconds(unit: Unit, device: DeviceType, reached: Reached) -> tuple[float, float, float]:
