@@ -46,8 +46,8 @@ class Tournament {
     std::vector<Winner> winners_;  // of the subtree of each node; node n has the children 2n and 2n + 1
 };
 
-// It keeps two clocks: that of the rule, on which messages take a while, decides; on the real one they do
-// not.
+// It keeps two clocks: that of the rule, on which messages take a while, decides; on the real one they take
+// no time.
 template <bool kDelay>
 class Filling {
   public:

@@ -257,7 +257,10 @@ def simulate(
     microbatches = 1 + max((action.microbatch for action in every), default=0)
     homes, segments = program.segment_ranks, program.segments
     placed = len(schedule.ranks) == program.size and all(
-        action.kind in _NUMBERS and action.segment < len(homes) and homes[action.segment] == rank
+        action.kind in _NUMBERS
+        and min(action.segment, action.microbatch) >= 0
+        and action.segment < len(homes)
+        and homes[action.segment] == rank
         for rank, _, action in schedule
     )
     if not placed or microbatches > max(1, len(every)):

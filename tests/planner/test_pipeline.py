@@ -309,6 +309,12 @@ def test_schedules_that_cannot_run(text: str, says: str) -> None:
     assert says in str(error.value)
 
 
+@pytest.mark.parametrize("action", [Action(Kind.F, -1, 0), Action(Kind.F, 0, -1)])
+def test_actions_that_do_not_exist(action: Action) -> None:
+    with pytest.raises(ScheduleError, match="each action is a forward or backward that the program has"):
+        simulate(GOOD.program, Schedule("s", ((action,), (action,))))
+
+
 def test_messages_without_a_time() -> None:
     schedule = make_schedule("1f1b", GOOD.program, 2)
     with pytest.raises(PlanError, match="wire and latency is finite"):
