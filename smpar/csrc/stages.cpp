@@ -4,15 +4,16 @@
 #include <map>
 #include <tuple>
 
-#include "chain.hpp"
+#include "ranked.hpp"
 
 namespace smpar {
 namespace {
 
 // Effort, counted and not timed, so that every machine takes the same path.
-constexpr int kRounds = 24;              // of narrowing with relaxed costs
-constexpr int kExactRounds = 4;          // of narrowing with true costs, at most,
-constexpr long kExactWork = 20'000'000;  // and no more than look at so many intervals
+constexpr int kRounds = 24;               // of narrowing with relaxed costs
+constexpr int kExactRounds = 4;           // of narrowing with true costs, at most,
+constexpr long kExactWork = 20'000'000;   // and no more than look at so many intervals
+constexpr long kSharedWork = 12'000'000;  // additions of the local search where ranks are shared
 // Relaxed costs are differences of prefix sums: their rounding is relative to the whole chain.
 constexpr double kPrefixSlack = 1e-11;
 
@@ -111,7 +112,7 @@ std::vector<int> any_cuts(const Ends& ends, int n) {
 StageCuts measure(const Layers& layers, const Traffic& traffic, const std::vector<Place>& places,
                   int microbatches, std::vector<int> cuts) {
     const int stages = static_cast<int>(places.size());
-    StageCuts result{std::move(cuts), 0, std::vector<double>(stages), std::vector<double>(stages)};
+    StageCuts result{std::move(cuts), 0, std::vector<double>(stages), std::vector<double>(stages), true};
     std::vector<double> computing, bytes, count, state, saved;
     double sum = 0, max = 0;
     for (int k = stages - 1; k >= 0; --k) {
@@ -124,6 +125,7 @@ StageCuts measure(const Layers& layers, const Traffic& traffic, const std::vecto
         result.stage_memory[k] = stage_memory(places[k], state.back(), saved.back());
         sum = result.stage_time[k] + sum;
         max = std::max(max, result.stage_time[k]);
+        result.fits = result.fits && result.stage_memory[k] <= places[k].limit;
     }
     result.seconds = sum + (microbatches - 1.0) * max;
     return result;
@@ -345,14 +347,9 @@ std::optional<StageCuts> cut_stages(const Layers& layers, const std::vector<Plac
     std::vector<int> start = any_cuts(fit, n);
     if (start.empty()) return std::nullopt;
 
-    const auto fits = [&](const StageCuts& found) {
-        for (int k = 0; k < stages; ++k)
-            if (found.stage_memory[k] > places[k].limit) return false;
-        return true;
-    };
     const auto objective = [&](const std::vector<int>& cuts) {
         const StageCuts found = measure(layers, traffic, places, microbatches, cuts);
-        return fits(found) ? found.seconds : kInf;
+        return found.fits ? found.seconds : kInf;
     };
     Relaxed relaxed(layers, traffic, places, fit);
     Candidates found = candidates(relaxed, fit, weight, loosen(objective(start)), objective);
@@ -366,6 +363,55 @@ std::optional<StageCuts> cut_stages(const Layers& layers, const std::vector<Plac
     const long rounds = std::clamp<long>(kExactWork / work - 3, 0, kExactRounds);
     found.range = narrow(lanes, weight, found.range, static_cast<int>(rounds));
     return measure(layers, traffic, places, microbatches, best_cuts(lanes, weight, found.range));
+}
+
+StageCuts cut_shared(const Layers& layers, const std::vector<Place>& places, int microbatches,
+                     const std::vector<int>& ranks, double evenness) {
+    SharedRanks shared{};
+    shared.ranks = ranks;
+    shared.microbatches = microbatches;
+    shared.evenness = evenness;
+    shared.work = kSharedWork;
+    for (const Tensor& t : layers.tensors) shared.edges.push_back({t.source, t.targets, t.bytes});
+    std::vector<Place> free =
+        places;  // a limit per rank forbids cuts that one per stage allows, and vice versa
+    std::vector<double> transient(1 + *std::max_element(ranks.begin(), ranks.end()));
+    shared.limit.resize(transient.size());
+    for (std::size_t k = 0; k < places.size(); ++k) {
+        const Place& at = places[k];
+        free[k].limit = kInf;
+        shared.cost.push_back(layers.times[at.device_class]);
+        shared.memory.emplace_back();
+        for (int i = 0; i < layers.size(); ++i)
+            shared.memory[k].push_back(layers.state[i] + at.in_flight * layers.saved[i]);
+        shared.rate.push_back(at.seconds_per_byte);
+        shared.latency.push_back(at.latency);
+        transient[ranks[k]] = std::max(transient[ranks[k]], at.transient);
+        shared.limit[ranks[k]] = at.limit - transient[ranks[k]];
+    }
+    RankedCuts found = cut_ranked(shared, cut_stages(layers, free, microbatches)->cuts);
+    if (found.excess > 0) {  // so tight that the cuts which spread memory best have to be the start
+        SharedRanks bytes = shared;
+        bytes.edges.clear();
+        bytes.microbatches = std::numeric_limits<int>::max();
+        bytes.evenness = 0;
+        bytes.limit.assign(shared.limit.size(), kInf);
+        for (std::size_t k = 0; k < places.size(); ++k)
+            for (int i = 0; i < layers.size(); ++i)
+                bytes.cost[k][i] = shared.memory[k][i] / std::max(shared.limit[ranks[k]], 1.0);
+        found = cut_ranked(shared, cut_ranked(bytes, found.cuts).cuts);
+    }
+    StageCuts result = measure(layers, Traffic(layers), places, microbatches, found.cuts);
+    const Incoming into = incoming(shared.edges, found.cuts, ranks, layers.size());
+    for (std::size_t k = 0; k < places.size(); ++k) {
+        const int end = k + 1 < places.size() ? found.cuts[k + 1] : layers.size();
+        double computing = 0;
+        for (int i = found.cuts[k]; i < end; ++i) computing += shared.cost[k][i];
+        result.stage_time[k] = stage_time(places[k], computing, into.seconds[k], into.count[k]);
+    }
+    result.seconds = found.objective;
+    result.fits = found.excess == 0;
+    return result;
 }
 
 // Bisection by what all limits are raised; it ends because each try that fits lowers the upper end to an
