@@ -13,7 +13,7 @@ namespace {
 constexpr int kRounds = 24;               // of narrowing with relaxed costs
 constexpr int kExactRounds = 4;           // of narrowing with true costs, at most,
 constexpr long kExactWork = 20'000'000;   // and no more than look at so many intervals
-constexpr long kSharedWork = 12'000'000;  // additions of the local search where ranks are shared
+constexpr long kSharedWork = 9'000'000;  // additions of the local search where ranks are shared
 // Relaxed costs are differences of prefix sums: their rounding is relative to the whole chain.
 constexpr double kPrefixSlack = 1e-11;
 

@@ -59,9 +59,7 @@ def exact(p: Problem, cuts: Sequence[int]) -> tuple[Fraction, Fraction]:
         memory[rank] += sum(map(Fraction, layers.state[a:b]), Fraction(0)) + Fraction(place.in_flight) * saved
         transient[rank] = max(transient[rank], Fraction(place.transient))
     limits = dict(zip(ranks, (p.limit for p in places), strict=True))
-    excess = max(
-        (memory[r] + transient[r] - Fraction(x) for r, x in limits.items() if x < math.inf), default=Fraction(0)
-    )
+    over = [memory[r] + transient[r] - Fraction(limit) for r, limit in limits.items() if limit < math.inf]
     even = Fraction(evenness)
     pace = (1 - even) * max(on_rank) + even * v * max(costs)
     return sum(costs) / v + (microbatches - 1 / v) * pace, max(over, default=Fraction(0))
