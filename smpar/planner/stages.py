@@ -37,7 +37,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
+from functools import cached_property
 
 from smpar.errors import NothingFits, PlanError, TooFewUnits
 from smpar.planner.chain import check_number, check_ranks, fold, shares_ranks
@@ -97,6 +98,12 @@ class Layers:
     def __len__(self) -> int:
         return len(self.state)
 
+    @cached_property
+    def as_core(self) -> tuple[list[list[float]], list[float], list[float], list[tuple[int, list[int], float]]]:
+        """As the core takes it; kept, for a search that cuts the same layers many times."""
+        tensors = [(t.source, list(t.targets), t.nbytes) for t in self.tensors]
+        return [list(row) for row in self.times], list(self.state), list(self.saved), tensors
+
 
 @dataclass(frozen=True)
 class Place:
@@ -126,6 +133,10 @@ class Place:
             check_number(getattr(self, name), f"{name} of a place")
         if self.limit != math.inf:
             check_number(self.limit, "limit of a place")
+
+    def as_core(self) -> tuple[int, float, float, float, float, float]:
+        """As the core takes it."""
+        return self.device_class, self.seconds_per_byte, self.latency, self.in_flight, self.transient, self.limit
 
 
 @dataclass(frozen=True)
@@ -214,15 +225,15 @@ def find_cuts(
     if shares_ranks(ranks):
         found, fits = _cut_shared(layers, places, microbatches, ranks, evenness)
         return found if fits else None
-    best = core().cut_stages(*_chain(layers), [astuple(p) for p in places], microbatches)
+    best = core().cut_stages(*layers.as_core, [p.as_core() for p in places], microbatches)
     return None if best is None else StageCuts.make(places, ranks, *best)
 
 
 def _cut_shared(
     layers: Layers, places: Sequence[Place], microbatches: int, ranks: Sequence[int], evenness: float
 ) -> tuple[StageCuts, bool]:
-    at = [astuple(p) for p in places]
-    found, fits = core().cut_shared(*_chain(layers), at, microbatches, list(ranks), evenness)
+    at = [p.as_core() for p in places]
+    found, fits = core().cut_shared(*layers.as_core, at, microbatches, list(ranks), evenness)
     return StageCuts.make(places, ranks, *found), fits
 
 
@@ -235,7 +246,7 @@ def least_excess(layers: Layers, places: Sequence[Place]) -> Excess:
     check(layers, places, 1)
     if all(p.limit == math.inf for p in places):
         raise PlanError("a stage exceeds its limit", "no stage has a limit", "give Place(limit=bytes)")
-    cuts, stage, nbytes = core().least_excess(*_chain(layers), [astuple(p) for p in places])
+    cuts, stage, nbytes = core().least_excess(*layers.as_core, [p.as_core() for p in places])
     return Excess(tuple(cuts), stage, nbytes)
 
 
@@ -315,9 +326,3 @@ def check(
             f"slowest device {slowest} s, transfers {links} s, memory {fullest} bytes, microbatches {microbatches}",
             "check the units of these costs: seconds and bytes",
         )
-
-
-def _chain(layers: Layers) -> tuple[list[list[float]], list[float], list[float], list[tuple[int, list[int], float]]]:
-    """As the core takes it."""
-    tensors = [(t.source, list(t.targets), t.nbytes) for t in layers.tensors]
-    return [list(row) for row in layers.times], list(layers.state), list(layers.saved), tensors
