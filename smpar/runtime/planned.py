@@ -1,4 +1,10 @@
-"""The layout that a plan asks for: its layers are the units, each on its stage."""
+"""The layout that a plan asks for: each of its layers on its stage.
+
+::
+
+    plan      embed │ h.0.attn  h.0.mlp  h.1.attn │ h.1.mlp  head        layers, cut into three stages
+    units     embed │ h.0                h.1.attn │ h.1.mlp  head        what lies on one stage as a whole, runs whole
+"""
 
 from __future__ import annotations
 
@@ -73,28 +79,44 @@ def planned_layout(
     Raises:
         PlanFileError: the step calls other units than the plan's, or in another order; names the first one.
     """
-    owner = _owners(model, [name for name, _ in plan.layers])
     stages = [stage for _, stage in plan.layers]
-    opened = {m for m in model.modules() if m not in owner and any(x in owner for x in m.modules())}
+    covered = _covered(model, plan)
+    opened = {m for m, layers in covered.items() if not _together(layers, stages)}
     try:
         seen = _surveyed(fn, call, model, outcomes, opened)
     except (ValueNeeded, WriteIntoReplicated) as need:
         if isinstance(need, WriteIntoReplicated) and not need.shareable:
             raise
         log.warning("smpar: the step reads values while it runs; its units are not compared with the plan's layers")
-        units = {u: stages[owner.get(u, 0)] for u in maximal_units(model, opened)}
+        units = {u: stages[covered[u][0]] if u in covered else 0 for u in maximal_units(model, opened)}
         layout = Layout.make(model, goal.ranks, units, {}, set())
         return Partitioned(layout, bare_graph(list(units), layout), tuple(units.values()))
-    _compare(seen, owner, plan)
-    stage_of = tuple(stages[owner[m]] for m in seen.modules)
+    _compare(seen, covered, plan)
+    stage_of = tuple(stages[covered[m][0]] for m in seen.modules)
     units = dict(zip(seen.modules, stage_of, strict=True))
     bypassed, last = never_called(seen), 0
     for unit in seen.layout.units:  # units that the step does not call go with the layers they belong to, or before
         if unit not in bypassed:
-            last = units.setdefault(unit, stages[owner[unit]] if unit in owner else last)
+            last = units.setdefault(unit, stages[covered[unit][0]] if unit in covered else last)
     anchors = {key: stage_of[index] for key, index in seen.anchors.items()}
     layout = Layout.make(model, goal.ranks, units, anchors, seen.layout.glue_hooks)
     return Partitioned(layout, seen.graph, stage_of)
+
+
+def _covered(model: nn.Module, plan: Planned) -> dict[nn.Module, list[int]]:
+    """Each module that is in a layer or has layers inside -> the indices of those layers, ascending."""
+    owner = _owners(model, [name for name, _ in plan.layers])
+    found: dict[nn.Module, list[int]] = {}
+    for module in model.modules():
+        layers = [owner[module]] if module in owner else sorted({owner[m] for m in module.modules() if m in owner})
+        if layers:
+            found[module] = layers
+    return found
+
+
+def _together(layers: Sequence[int], stages: Sequence[int]) -> bool:
+    """Whether these layers follow each other on one stage."""
+    return layers[-1] - layers[0] == len(layers) - 1 and stages[layers[0]] == stages[layers[-1]]
 
 
 def _surveyed(
@@ -113,22 +135,20 @@ def _surveyed(
                     return seen
 
 
-def _compare(seen: Explored, owner: dict[nn.Module, int], plan: Planned) -> None:
+def _compare(seen: Explored, covered: dict[nn.Module, list[int]], plan: Planned) -> None:
     """Raise PlanFileError at the first called unit that is not the plan's, or comes too early."""
-    before = -1
-    for place, module in enumerate(seen.modules):
-        index, name = owner.get(module), seen.layout.names[module] or WHOLE
-        if index is None:
-            expected = plan.layers[before + 1][0] if before + 1 < len(plan.layers) else "nothing"
+    last = -1
+    for module in seen.modules:
+        layers, name = covered.get(module), seen.layout.names[module] or WHOLE
+        if layers is None:
+            expected = plan.layers[last + 1][0] if last + 1 < len(plan.layers) else "nothing"
+            raise PlanFileError(_RULE, f"the step calls {name!r}, where the plan has {expected!r}", _FIX)
+        if layers[0] < last:
             raise PlanFileError(
-                _RULE, f"unit {place} that the step calls is {name!r}; the plan has {expected!r} there", _FIX
+                _RULE, f"the step calls {name!r} after {plan.layers[last][0]!r}, the plan has it before", _FIX
             )
-        if index < before:
-            raise PlanFileError(
-                _RULE, f"the step calls {name!r} after {plan.layers[before][0]!r}, the plan has it before", _FIX
-            )
-        before = index
-    called = {owner[m] for m in seen.modules}
+        last = layers[-1]
+    called = {index for module in seen.modules for index in covered[module]}
     unused = [name for index, (name, _) in enumerate(plan.layers) if index not in called]
     if unused:
         log.warning("smpar: the step calls %d of the plan's layers not at all, first %r", len(unused), unused[0])
