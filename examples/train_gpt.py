@@ -5,6 +5,11 @@
     torchrun --standalone --nproc-per-node 4 examples/train_gpt.py --pipeline-degree 2   # two such pipelines
     sbatch examples/slurm/train_gpt.sbatch                                               # several nodes
 
+As a plan says that was made for your machines (``smpar plan --help``):
+
+    smpar plan examples/train_gpt.py:build --cluster cluster.yaml --global-batch 16 -o plan.json
+    torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --quickstart --plan plan.json
+
 The model and the loop are plain PyTorch. Five lines know smpar: ``init``, ``DistributedModel``,
 ``DistributedOptimizer``, ``@smp.step`` and ``clip_grad_norm_``.
 """
@@ -16,6 +21,7 @@ import math
 import os
 import sysconfig
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -104,12 +110,20 @@ def evaluate_step(model: smp.DistributedModel, ids: Tensor, targets: Tensor) -> 
     return F.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
 
 
+def build() -> tuple[nn.Module, tuple[Tensor, Tensor], Callable[..., Tensor]]:
+    """The quickstart's model, a batch, and the loss: what ``smpar plan`` and ``smpar profile`` look at."""
+    model = GPT(*(QUICKSTART[name] for name in ("layers", "width", "heads", "context")))
+    ids = torch.zeros(QUICKSTART["batch"], QUICKSTART["context"], dtype=torch.int64)
+    return model, (ids, ids), lambda model, x, y: F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--quickstart", action="store_true", help="sizes for about two minutes on two cores")
     parser.add_argument(
         "--pipeline-degree", type=int, default=int(os.environ.get("WORLD_SIZE", 1)), help="ranks of a pipeline"
     )
+    parser.add_argument("--plan", type=Path, help="a plan of `smpar plan`, instead of degree, schedule, microbatches")
     parser.add_argument("--schedule", default="interleaved", help="simple, 1f1b, interleaved_1f1b, zb, zbv")
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--batch", type=int, default=32, help="samples per step and replica")
@@ -130,7 +144,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_arguments()
-    smp.init({
+    smp.init(args.plan or {
         "pipeline_parallel_degree": args.pipeline_degree,
         "microbatches": args.microbatches,
         "pipeline": args.schedule,

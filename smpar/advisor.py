@@ -23,6 +23,9 @@ from smpar.planner.space import Constraints
 if TYPE_CHECKING:
     from torch import nn
 
+BUILT = {"tp": 1, "recompute": "none", "shard_optimizer": False}
+"""What this version runs; `plan` keeps to it unless it is told otherwise."""
+
 
 def plan(
     model: nn.Module | Profile | str | Path,
@@ -52,7 +55,9 @@ def plan(
         global_batch: samples of a step, over all replicas.
         step: ``step(model, *batch)`` calls the model and gives the loss; None calls the model alone.
         fix: what is decided already: ``{"tp": 1, "pp": [2, 4], "schedule": "1f1b"}``; see
-            `smpar.planner.space.Constraints` for the names.
+            `smpar.planner.space.Constraints` for the names. Unless they are among them, tensor parallelism,
+            recomputation and sharding of the optimizer's state are left out, as `smpar.init` does not run them yet:
+            ``{"recompute": ["none", "full"]}`` plans with it all the same.
         keep: how many plans to return at most.
         shown: whether progress is shown, on standard error.
 
@@ -65,7 +70,7 @@ def plan(
         CommandError: the batch cannot be cut into microbatches, or the model does not run.
     """
     machines = cluster if isinstance(cluster, Cluster) else Cluster.from_file(cluster)
-    constraints = Constraints.make(fix)
+    constraints = Constraints.make({**BUILT, **(fix or {})})
     profile = _profile(model, batch, machines, step, shown)
     with Progress("planning", "degrees looked at", shown) as progress:
         return search(

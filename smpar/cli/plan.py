@@ -32,7 +32,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cluster", required=True, help=f"file, or ready ones: {', '.join(ready())}; NAME*3+NAME")
     parser.add_argument("--global-batch", required=True, type=int, metavar="N", help="samples of a step")
     parser.add_argument(
-        "--fix", action="append", default=[], metavar="KEY=V|V,...", help="what is decided: tp=1,pp=2|4,schedule=1f1b"
+        "--fix",
+        action="append",
+        default=[],
+        metavar="KEY=V|V,...",
+        help="what is decided: pp=2|4,schedule=1f1b. Left out unless named here, as smpar does not run them yet: tp "
+        "above 1, recompute=none|full, shard_optimizer=false|true",
     )
     parser.add_argument("--keep", type=int, default=10, metavar="N", help="so many plans (%(default)s)")
     parser.add_argument("-o", "--output", metavar="FILE", help="write the best plan, for smpar.init")

@@ -269,7 +269,7 @@ class _Case:
             rows = self.model.rows(replica.types[ranks[stage]], strategy.tp, strategy.microbatch)
             forward.append(float(rows.forward[b] - rows.forward[a]))
             backward.append(float(rows.backward[b] - rows.backward[a]) + forward[-1] * strategy.recomputes(stage))
-            weight.append(float(rows.weight[b] - rows.weight[a]))
+            weight.append(min(float(rows.weight[b] - rows.weight[a]), backward[-1]))  # sums are rounded
         wires: tuple[list[float], list[float]] = ([], [])
         latency = []
         for stage in range(strategy.stages - 1):

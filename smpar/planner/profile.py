@@ -154,10 +154,12 @@ class Profile:
             fixed: where one size was measured only, the share of its time that does not grow with the size.
         """
         times = self.times_of(device, tp)
+        backward = _at(times.microbatches, times.backward, microbatch, fixed)
+        weight = _at(times.microbatches, times.weight, microbatch, fixed) if times.weight else (0.0,) * self.size
         return Seconds(
             _at(times.microbatches, times.forward, microbatch, fixed),
-            _at(times.microbatches, times.backward, microbatch, fixed),
-            _at(times.microbatches, times.weight, microbatch, fixed) if times.weight else (0.0,) * self.size,
+            backward,
+            tuple(map(min, weight, backward)),  # lines through measured times may cross beyond them
         )
 
     def to_dict(self) -> dict[str, Any]:

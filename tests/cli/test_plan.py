@@ -53,7 +53,8 @@ def test_the_command_finds_what_the_search_finds(
     table = capsys.readouterr().out
     plans = smp.plan(profile, cluster=cluster, global_batch=16, fix={"pp": [2, 4], "schedule": "1f1b"}, keep=3)
     assert plans.model is not None
-    direct = search(plans.model, 16, Constraints.make({"pp": [2, 4], "schedule": "1f1b"}), 3)
+    fix = {"pp": [2, 4], "schedule": "1f1b", "tp": 1, "recompute": "none", "shard_optimizer": False}
+    direct = search(plans.model, 16, Constraints.make(fix), 3)
     assert plans.plans == direct.plans
     assert Plan.from_file(output) == plans.best
     assert {plan.strategy.pp for plan in plans} <= {2, 4}
@@ -105,6 +106,16 @@ def test_an_interrupted_search_gives_the_best_so_far(seed: int) -> None:
     plans = search(model, 16, None, 5, interrupt)
     assert not plans.complete and len(plans) >= 1
     assert "interrupted" in smp.plans_text(plans)
+
+
+def test_what_cannot_run_yet_is_planned_on_demand_only(
+    files: tuple[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    given = ["plan", "--profile", files[0], "--cluster", files[1], "--global-batch", "16", "-o", str(tmp_path / "p")]
+    assert main(given) == 0 and "refuse" not in capsys.readouterr().err
+    assert main([*given, "--fix", "shard_optimizer=true,dp=2,pp=1"]) == 0
+    assert "smpar.init will refuse" in capsys.readouterr().err
+    assert Plan.from_file(tmp_path / "p").strategy.shard_optimizer
 
 
 @pytest.mark.parametrize(
