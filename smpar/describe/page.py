@@ -9,6 +9,7 @@ from smpar.describe.charts import Span, bars, frontier_svg, key, timetable_svg
 from smpar.describe.numbers import count, duration, memory, percent
 from smpar.describe.page_style import CSS
 from smpar.describe.plans import devices_of, filled, fullest, layers_of, of_strategy, searched
+from smpar.errors import PlanError
 from smpar.planner.cost import CostModel, Memory
 from smpar.planner.plans import Plan, Plans, parts
 
@@ -37,10 +38,12 @@ def plans_page(plans: Plans) -> str:
         plans: with the model that predicted them.
 
     Raises:
-        ValueError: they come without it, from a file.
+        PlanError: they come without it.
     """
     if plans.model is None:
-        raise ValueError("a page is drawn of plans as a search returns them: they know their cost model")
+        raise PlanError(
+            "a page is drawn of plans that know their cost model", "plans without", "use what smpar.plan returns"
+        )
     model = plans.model
     title = f"Plan for {model.cluster}"
     return "\n".join(

@@ -125,7 +125,7 @@ def test_what_cannot_run_yet_is_planned_on_demand_only(
         ([], "neither"),
         (["--profile", "PROFILE", "--fix", "pp"], "each key once"),
         (["--profile", "PROFILE", "--fix", "px=2"], "'px'"),
-        (["--profile", "PROFILE", "--fix", "pp=64"], "constraints: pp in"),
+        (["--profile", "PROFILE", "--fix", "pp=64"], "pp in [64]"),
         (["--profile", "nothing.json"], "nothing.json"),
         (["nothing:build"], "nothing"),
     ],

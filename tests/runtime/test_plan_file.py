@@ -21,6 +21,7 @@ from smpar.planner.cost import Prediction, Stage
 from smpar.planner.plans import Plan
 from smpar.planner.strategy import Strategy
 from smpar.runtime.plan_file import with_plan
+from tests.cli.entries import Tower, step
 from tests.harness import Pool, RanksFailed
 
 WIDTH, LAYERS = 6, 9
@@ -168,6 +169,43 @@ def test_what_is_planned_runs(pool: Pool, seed: int, fix: dict[str, Any]) -> Non
     assert sum(rank["loss"] for rank in ranks) / 2 == pytest.approx(loss, rel=1e-9)
     if fix["pp"] == 2:
         assert_placed(ranks[0]["stages"], plans.best)
+
+
+def tower_planned(plan: Plan, seed: int) -> tuple[float, dict[str, Tensor]]:
+    import smpar as smp
+
+    smp.init({"plan": plan})
+    model, ids = some_tower(seed)
+    wrapped = smp.DistributedModel(model)
+
+    @smp.step
+    def train(model: Any, ids: Tensor, targets: Tensor) -> Tensor:
+        loss = step(model, ids, targets)
+        model.backward(loss)
+        return loss
+
+    loss = train(wrapped, ids, ids.roll(-1)).reduce_mean().item()
+    return loss, {n: p.grad for n, p in wrapped.local_named_parameters() if p.grad is not None}
+
+
+def some_tower(seed: int) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(seed)
+    return Tower().double(), torch.randint(50, (8, 16))
+
+
+def test_a_tied_embedding_and_a_class_token_of_glue_run_as_planned(pool: Pool, seed: int) -> None:
+    import smpar as smp
+
+    model, ids = some_tower(seed)
+    batch = ids, ids.roll(-1)
+    plans = smp.plan(model, batch, cluster(2), 8, step=step, fix={"pp": 2, "microbatch": 2}, shown=False)
+    loss = step(model, *batch)
+    loss.backward()
+    right = {n: p.grad for n, p in model.named_parameters()}
+    for value, gradients in pool.run(2, tower_planned, plans.best, seed):
+        assert value == pytest.approx(loss.item(), rel=1e-9)
+        for name, gradient in gradients.items():
+            assert torch.allclose(gradient, right[name], rtol=1e-8, atol=1e-11), name
 
 
 def two_stages(**changes: Any) -> Plan:
