@@ -5,6 +5,8 @@ from __future__ import annotations
 
 def count(number: float) -> str:
     """``1.23 M``, ``456``."""
+    if 1e3 <= number < 1e4:
+        return f"{number:.0f}"
     for unit, scale in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= scale:
             return f"{number / scale:.3g} {unit}"

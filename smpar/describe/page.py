@@ -75,7 +75,7 @@ def _summary(plans: Plans, model: CostModel) -> Iterable[str]:
     )
     facts = [
         (duration(p.seconds), "per step"),
-        (f"{best.samples_per_second:.4g}", "samples per second"),
+        (count(best.samples_per_second), "samples per second"),
         (f"{used} of {whole}", "devices used"),
         (percent(p.bubble, 1.0), "bubble: idle time of the pipeline"),
         (fullest(best), "on the fullest device"),
@@ -127,7 +127,7 @@ def _comparison(plans: Plans, model: CostModel) -> Iterable[str]:
     yield '<th class="n">fullest device</th><th>against the best</th></tr></thead><tbody>'
     for number, plan in enumerate(plans, 1):
         names = "".join(f'<td class="w">{escape(word)}</td>' for word in of_strategy(plan))
-        numbers = (duration(plan.prediction.seconds), f"{plan.samples_per_second:.4g}",
+        numbers = (duration(plan.prediction.seconds), count(plan.samples_per_second),
                    percent(plan.prediction.bubble, 1.0), fullest(plan))  # fmt: skip
         cells = "".join(f'<td class="n">{number_}</td>' for number_ in numbers)
         why = escape(plan.why or ("the best" if number == 1 else "as fast"))

@@ -17,16 +17,17 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from smpar.describe.names import compress
-from smpar.describe.numbers import duration, memory, percent, ranges
+from smpar.describe.numbers import count, duration, memory, percent, ranges
 from smpar.planner.plans import Plan, Plans
 
+_LISTED = 16  # nodes that have a line each
 _WIDTH = 120  # of tables that do not go to a terminal
 
 
@@ -82,7 +83,7 @@ def ranking(plans: Plans) -> Table:
             str(number),
             *of_strategy(plan),
             duration(plan.prediction.seconds),
-            f"{plan.samples_per_second:.4g}",
+            count(plan.samples_per_second),
             percent(plan.prediction.bubble, 1.0),
             fullest(plan),
         )
@@ -173,21 +174,45 @@ def devices_of(plan: Plan, rank: int) -> str:
 
 
 def placement(plan: Plan) -> list[str]:
-    """A line for each node: what runs on its devices, as replica and pipeline rank."""
-    strategy = plan.strategy
+    """A line for each node: what runs on its devices, as replica and pipeline rank; fewer lines for many nodes."""
+    strategy, nodes = plan.strategy, plan.cluster.nodes
     at = {
-        strategy.place(p, d, t): f"r{d}p{p}" + (f"t{t}" if strategy.tp > 1 else "")
+        strategy.place(p, d, t): (p, d, t)
         for p in range(strategy.pp)
         for d in range(strategy.dp)
         for t in range(strategy.tp)
     }
     names = "r replica, p pipeline rank" + (", t shard" if strategy.tp > 1 else "")
     lines = [f"devices of each node ({names}; - unused)"]
-    start = 0
-    for index, node in enumerate(plan.cluster.nodes):
-        here = " ".join(at.get(device, "-") for device in range(start, start + node.count))
-        lines.append(f"  node {index} {node.name} ({node.count} {node.device}): {here}")
-        start += node.count
+    places = [[at.get(start + i) for i in range(n.count)] for start, n in zip(plan.cluster.starts, nodes, strict=True)]
+    for first, end in _alike(plan, places):
+        node = nodes[first]
+        name = f"node {first}" if end == first + 1 else f"nodes {first}-{end - 1}"
+        told = _in_words([place for here in places[first:end] for place in here], strategy.tp, end == first + 1)
+        lines.append(f"  {name} {node.name} ({node.count} {node.device}): {told}")
     if any(strategy.recompute):
         lines.append("† runs its forward again in its backward")
     return lines
+
+
+_Place = tuple[int, int, int] | None
+
+
+def _alike(plan: Plan, places: Sequence[Sequence[_Place]]) -> list[tuple[int, int]]:
+    """Nodes that get one line; in a cluster of many, neighbours of one kind that hold the same pipeline ranks."""
+    nodes = plan.cluster.nodes
+    if len(nodes) <= _LISTED:
+        return [(i, i + 1) for i in range(len(nodes))]
+    kinds = [(node, {p and p[0] for p in here}) for node, here in zip(nodes, places, strict=True)]
+    starts = [i for i, kind in enumerate(kinds) if i == 0 or kind != kinds[i - 1]]
+    return list(zip(starts, [*starts[1:], len(nodes)], strict=True))
+
+
+def _in_words(places: Sequence[_Place], tp: int, each: bool) -> str:
+    if each:
+        return " ".join(f"r{p[1]}p{p[0]}" + (f"t{p[2]}" if tp > 1 else "") if p else "-" for p in places)
+    used = [p for p in places if p]
+    if not used:
+        return "-"
+    ranks, replicas = (ranges(sorted({p[axis] for p in used})) for axis in (0, 1))
+    return f"p{ranks} of r{replicas}" + (f", {len(places) - len(used)} unused" if len(used) < len(places) else "")

@@ -10,8 +10,11 @@ import pytest
 from smpar.describe.charts import timetable_svg
 from smpar.describe.numbers import duration, memory, ranges
 from smpar.describe.page import plans_page
-from smpar.describe.plans import plans_text
-from smpar.planner.plans import parts
+from smpar.describe.plans import placement, plans_text
+from smpar.planner.cluster import Cluster
+from smpar.planner.cost import Prediction, Stage
+from smpar.planner.plans import Plan, parts
+from smpar.planner.strategy import Strategy
 from smpar.schedule import Action, Kind, Timed
 from tests.planner.sample_plans import some_plans
 
@@ -132,6 +135,19 @@ def test_the_tables_say_the_numbers(seed: int) -> None:
         assert not plan.why or f"{number:>2}  {plan.why}" in lines
     assert sum(line.startswith("  node ") for line in lines) == len(plans.best.cluster.nodes)
     assert "simulated" in plans_text(plans)
+
+
+def test_many_nodes_are_told_in_few_lines() -> None:
+    """Neighbours with the same pipeline ranks share a line; all nodes are in one of them."""
+    machines = Cluster.from_file("8xh100*40")
+    layers, cuts = tuple("abcdefgh"), (0, 1, 2, 3)
+    strategy = Strategy(1, 4, 72, 1, 1, "1f1b", 1, cuts, tuple(range(4 * 72)))
+    each = (1.0,) * 4
+    stages = tuple(Stage((a, a + 1), 1.0, 1.0, 0.0, 0.0, 1.0) for a in cuts)
+    plan = Plan(strategy, Prediction(1.0, 1.0, 0.0, 0.0, 0.0, each, each, stages), layers, machines)
+    assert [line.split(": ") for line in placement(plan)[1:]] == [
+        [f"  nodes {9 * p}-{9 * p + 8} 8xh100 (8 H100)", f"p{p} of r0-71"] for p in range(4)
+    ] + [["  nodes 36-39 8xh100 (8 H100)", "-"]]
 
 
 def test_numbers() -> None:
