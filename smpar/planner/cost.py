@@ -11,6 +11,7 @@ link's rate; a network card carries all messages and rings of its node at once, 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -157,6 +158,31 @@ class CostModel:
         lines = [simulate_named(p, strategy.schedule, strategy.microbatches) for p in case.pipelines]
         return [max(line.busy[rank] for line in lines) for rank in range(strategy.pp)]
 
+    def at_least(self, strategy: Strategy, stages: Sequence[float], ranks: Sequence[float]) -> float:
+        """Seconds that a step takes at least, from those per microbatch of stages, and of ranks, alone.
+
+        A rank computes all its microbatches, then its gradients are reduced and its parameters stepped. Of whole
+        backwards, the first microbatch crosses all stages before it, and the last comes back over them.
+        """
+        net, runtime, m = (
+            self.network(strategy.tp, strategy.pp, strategy.dp, strategy.devices),
+            self.runtime,
+            strategy.microbatches,
+        )
+        most = max(ranks) * m
+        if strategy.schedule in ("1f1b", "gpipe", "simple", "interleaved"):
+            before = 0.0
+            for seconds in stages:
+                before += seconds
+                most = max(most, before + (m - 1) * seconds)
+        shards = strategy.dp if strategy.shard_optimizer else 1
+        held = self.flow.parameters_of(0, self.profile.size, strategy.tp) / strategy.pp
+        ends = [
+            m * seconds + held * (runtime.reduced * per_byte + runtime.step / shards / bandwidth)
+            for seconds, per_byte, bandwidth in zip(ranks, net.reduction, net.bandwidths, strict=True)
+        ]
+        return max(most, sum(ends) / len(ends)) + runtime.fixed
+
     def timeline(self, strategy: Strategy) -> Timeline:
         """The simulated pipeline of the slowest kind of replica, with all its actions."""
         case = _Case(self, strategy)
@@ -193,7 +219,8 @@ class Flow:
         self.whole_parameters = _sums([x.whole_parameters for x in layers])
         self.saved = _sums([x.saved for x in layers])
         self.whole_saved = _sums([x.whole_saved for x in layers])
-        self.transient = [x.transient for x in layers]
+        self._transient = [x.transient for x in layers]
+        self._any_transient = any(self._transient)
         self.mean_boundary = sum(self.into(i, len(layers))[0] for i in range(1, len(layers))) / max(1, len(layers) - 1)
 
     def into(self, first: int, end: int) -> tuple[float, float]:
@@ -204,6 +231,10 @@ class Flow:
             used = np.unique(self._tensor[outside & (self._target >= first) & (self._target < end)])
             found = self._known[first, end] = float(self._elements[used].sum()), float(self._graded[used].sum())
         return found
+
+    def most_transient(self, first: int, end: int) -> float:
+        """Bytes per sample that the largest of these layers needs while it runs."""
+        return max(self._transient[first:end]) if self._any_transient else 0.0
 
     def parameters_of(self, first: int, end: int, tp: int) -> float:
         """Parameters on a device that holds these layers."""
@@ -236,31 +267,38 @@ class _Case:
 
     def _pipeline(self, replica: Replica) -> Pipeline:
         strategy, ranks, runtime = self.strategy, self.ranks, self.model.runtime
-        forward, backward, weight = [], [], []
-        for stage, (a, b) in enumerate(self.intervals):
-            rows = self.model.rows(replica.types[ranks[stage]], strategy.tp, strategy.microbatch)
-            forward.append(float(rows.forward[b] - rows.forward[a]))
-            backward.append(float(rows.backward[b] - rows.backward[a]) + forward[-1] * strategy.recomputes(stage))
-            weight.append(float(rows.weight[b] - rows.weight[a]))
-        wires: tuple[list[float], list[float]] = ([], [])
-        latency = []
-        for stage in range(strategy.stages - 1):
-            source, target = ranks[stage], ranks[stage + 1]
-            way = FREE
-            if source != target:
-                way = replica.ways[source if target == (source + 1) % strategy.pp else target]
-            latency.append(way.latency)
-            for wire, elements in zip(wires, self.model.flow.into(*self.intervals[stage + 1]), strict=True):
-                wire.append(elements * runtime.message * strategy.microbatch * way.per_byte)
+        times = {name: self._times(name) for name in set(replica.types)}
+        forward, backward, weight = (
+            [times[replica.types[rank]][part][stage] for stage, rank in enumerate(ranks)] for part in range(3)
+        )
+        ways = [
+            FREE if a == b else replica.ways[a if b == (a + 1) % strategy.pp else b]
+            for a, b in itertools.pairwise(ranks)
+        ]
+        size = runtime.message * strategy.microbatch
+        crossing = [self.model.flow.into(*interval) for interval in self.intervals[1:]]
+        there = [elements * size * way.per_byte for (elements, _), way in zip(crossing, ways, strict=True)]
+        back = [elements * size * way.per_byte for (_, elements), way in zip(crossing, ways, strict=True)]
+        latency = [way.latency for way in ways]
         if runtime.blocking:  # the sender waits with its message, which arrives when both are done
-            for stage, (there, back, late) in enumerate(zip(*wires, latency, strict=True)):
-                forward[stage] += there + late
-                backward[stage + 1] += back + late
-            wires, latency = ([0.0] * len(latency), [0.0] * len(latency)), [0.0] * len(latency)
+            for stage, late in enumerate(latency):
+                forward[stage] += there[stage] + late
+                backward[stage + 1] += back[stage] + late
+            there = back = latency = [0.0] * len(ways)
         return Pipeline(
-            tuple(ranks), tuple(forward), tuple(backward), tuple(weight), tuple(map(math.ceil, self.kept)),
-            tuple(wires[0]), tuple(wires[1]), tuple(latency), tuple(latency),
+            ranks, tuple(forward), tuple(backward), tuple(weight), tuple(map(math.ceil, self.kept)),
+            tuple(there), tuple(back), tuple(latency), tuple(latency),
         )  # fmt: skip
+
+    def _times(self, device: str) -> tuple[list[float], list[float], list[float]]:
+        """Forward, backward and its weights' part of each stage on that device type."""
+        strategy = self.strategy
+        rows = self.model.rows(device, strategy.tp, strategy.microbatch)
+        edges = [*strategy.cuts, self.model.profile.size]
+        forward, backward, weight = (np.diff(row[edges]) for row in (rows.forward, rows.backward, rows.weight))
+        if strategy.recompute:
+            backward = backward + forward * strategy.recompute
+        return forward.tolist(), backward.tolist(), weight.tolist()
 
     def prediction(self) -> Prediction:
         strategy, runtime, net = self.strategy, self.model.runtime, self.net
@@ -276,11 +314,11 @@ class _Case:
             rank = self.ranks[stage]
             done[rank] = max(done[rank], ends[stage]) + reductions[stage]
         reduced = max(end, *done)
-        steps = [
-            self._held(rank) * runtime.step / (strategy.dp if strategy.shard_optimizer else 1) / net.bandwidths[rank]
-            for rank in range(strategy.pp)
-        ]
-        total = max(max(end, done[rank]) + steps[rank] + self._gathering(rank) for rank in range(strategy.pp))
+        shards = strategy.dp if strategy.shard_optimizer else 1
+        total = max(
+            max(end, done[rank]) + held * runtime.step / shards / net.bandwidths[rank] + self._gathering(rank)
+            for rank, held in enumerate(self.held)
+        )
         busy = [max(line.busy[rank] for line in lines) for rank in range(strategy.pp)]
         return Prediction(
             total + runtime.fixed,
@@ -288,7 +326,7 @@ class _Case:
             reduced - end,
             total - reduced,
             1.0 - sum(busy) / (strategy.pp * end) if end else 0.0,
-            tuple(self._memory(rank, max(line.peak_bytes[rank] for line in lines)) for rank in range(strategy.pp)),
+            self._memory([max(line.peak_bytes[rank] for line in lines) for rank in range(strategy.pp)]),
             net.limits,
             self._stages(reductions),
         )
@@ -317,27 +355,36 @@ class _Case:
                 found[index] = stages, per_byte * runtime.tied / strategy.tp
         return found
 
-    def _held(self, rank: int) -> float:
-        """Parameters on a device of that rank; those tied between its stages count twice."""
-        return sum(p for p, r in zip(self.parameters, self.ranks, strict=True) if r == rank)
+    @cached_property
+    def held(self) -> list[float]:
+        """Parameters on a device of each rank; those tied between its stages count twice."""
+        held = [0.0] * self.strategy.pp
+        for parameters, rank in zip(self.parameters, self.ranks, strict=True):
+            held[rank] += parameters
+        return held
 
     def _gathering(self, rank: int) -> float:
         """Seconds in which replicas that share the optimizer's work tell each other the new parameters."""
         if not self.strategy.shard_optimizer:
             return 0.0
-        return self._held(rank) * self.model.runtime.weight * self.net.reduction[rank] / 2
+        return self.held[rank] * self.model.runtime.weight * self.net.reduction[rank] / 2
 
-    def _memory(self, rank: int, activations: float) -> float:
-        """Bytes on a device: state, what is kept of microbatches in flight, and the largest layer's working memory."""
+    def _memory(self, activations: list[int]) -> tuple[float, ...]:
+        """Bytes on a device of each rank: state, what is kept of microbatches in flight, and working memory.
+
+        A rank works on one stage at a time: on its largest layer, and on all that it computes again.
+        """
         strategy, runtime = self.strategy, self.model.runtime
-        optimizer = runtime.optimizer / (strategy.dp if strategy.shard_optimizer else 1)
-        working = 0.0
+        state = runtime.weight + runtime.gradient + runtime.optimizer / (strategy.dp if strategy.shard_optimizer else 1)
+        working = [0.0] * strategy.pp
         for stage, (a, b) in enumerate(self.intervals):
-            if self.ranks[stage] == rank:
-                again = self.saved[stage] if strategy.recomputes(stage) else 0.0
-                layers = max(self.model.flow.transient[a:b], default=0.0) * strategy.microbatch / strategy.tp
-                working = max(working, again + layers)
-        return self._held(rank) * (runtime.weight + runtime.gradient + optimizer) + activations + working
+            layers = self.model.flow.most_transient(a, b) * strategy.microbatch / strategy.tp
+            again = self.saved[stage] if strategy.recomputes(stage) else 0.0
+            rank = self.ranks[stage]
+            working[rank] = max(working[rank], layers + again)
+        return tuple(
+            held * state + kept + most for held, kept, most in zip(self.held, activations, working, strict=True)
+        )
 
     def _stages(self, reductions: list[float]) -> tuple[Stage, ...]:
         state = self.model.runtime.state
