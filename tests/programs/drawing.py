@@ -12,7 +12,7 @@ from tests.programs.programs import KINDS, Fork, Gate, Join, Op, Program, Unit
 T = TypeVar("T")
 Draw = Callable[[st.SearchStrategy[T]], T]
 
-LINES = 22
+LINES = 18
 VALUES = (0.5, 0.8, 1.2, 1.5)  # 1 would make a write unseen
 GLUE = ("scale", "scale", "add", "add", "mul", "shift", "weigh", "stack", "cat", "detach")
 OF_TWO = ("add", "mul", "stack", "cat")
@@ -37,7 +37,7 @@ class _Writer:
         self.draw = draw
         unit = st.tuples(st.integers(0, len(KINDS) - 1), st.integers(0, stages - 1), RARELY)
         drawn = draw(st.lists(unit, min_size=2, max_size=8))
-        # hypothesis likes to repeat what it drew: equal draws, too, lie on several stages
+        # hypothesis likes to repeat what it drew: of equal draws, too, units lie on several stages, and take turns
         self.units = [Unit(kind, (home + i) % stages, frozen) for i, (kind, home, frozen) in enumerate(drawn)]
         self.ops: list[Op] = []
         self.full = list(range(draw(st.integers(1, 2))))  # registers [N, WIDTH]
@@ -50,8 +50,8 @@ class _Writer:
 
     def program(self) -> Program:
         self.call()
-        lines = (None, None, None, self.call, self.call, self.call, self.glue, self.glue, self.view, self.widen,
-                 self.write, self.loss)  # fmt: skip
+        lines = (*[None] * 6, *[self.call] * 4, self.glue, self.glue, self.view, self.widen, self.write, self.write,
+                 self.loss, self.loss)  # fmt: skip
         for _ in range(LINES):
             write = self.draw(st.sampled_from(lines))
             if write is not None:
@@ -90,7 +90,8 @@ class _Writer:
     # -- lines
 
     def call(self) -> None:
-        number = self.draw(st.integers(0, len(self.units) - 1))
+        before = sum(op.unit >= 0 for op in self.ops)
+        number = (before + self.draw(st.integers(0, len(self.units) - 1))) % len(self.units)
         unit = self.units[number]
         kind = KINDS[unit.kind]
         used = tuple(self.pick() for _ in range(2 if kind is Join else 1))
@@ -105,7 +106,9 @@ class _Writer:
 
     def glue(self) -> None:
         name = self.draw(st.sampled_from(GLUE))
-        used = tuple(self.pick() for _ in range(2 if name in OF_TWO else 1))
+        self.operate(name, *(self.pick() for _ in range(2 if name in OF_TWO else 1)))
+
+    def operate(self, name: str, *used: int) -> None:
         if name in ("mul", "weigh"):
             self.keep(*used)
         (made,) = self.fresh()
@@ -118,11 +121,14 @@ class _Writer:
         if name in ("shift", "weigh") or (name != "detach" and any(i in self.live for i in used)):
             self.live.add(made)
 
+    def soft(self) -> list[int]:
+        """What may be written; there is something, if only a new result."""
+        if not any(i in self.family for i in self.full):
+            self.operate("scale", [i for i in self.full if i in self.staged][-1])
+        return [i for i in self.full if i in self.family]
+
     def view(self) -> None:
-        soft = [i for i in self.full if i in self.family]
-        if not soft:
-            return
-        source, (made,) = self.draw(self.latest(soft)), self.fresh()
+        source, (made,) = self.draw(self.latest(self.soft())), self.fresh()
         self.ops.append(Op("part", (source,), (made,)))
         self.halves.append(made)
         self.family[made] = self.family[source]
@@ -132,7 +138,7 @@ class _Writer:
 
     def widen(self) -> None:
         if not self.halves:
-            return
+            self.view()
         source, (made,) = self.draw(self.latest(self.halves)), self.fresh()
         self.ops.append(Op("whole", (source,), (made,)))
         self.full.append(made)
@@ -141,10 +147,7 @@ class _Writer:
             self.live.add(made)
 
     def write(self) -> None:
-        soft = [i for i in self.full if i in self.family]
-        halves = [i for i in self.halves if i in self.family]
-        if not soft:
-            return
+        soft, halves = self.soft(), [i for i in self.halves if i in self.family]
         if halves and self.draw(st.booleans()):
             target, name = self.draw(self.latest(halves)), "mul_"
         else:
