@@ -55,7 +55,7 @@ class Trial:
         if program in self.passed:
             reject()  # drawn twice
         found = self.failed.get(program, "") or self._found(program)
-        assert not found, found
+        assert not found, f"{found}\n{program}"
         self.passed.add(program)
 
     def _found(self, program: Program) -> str:
