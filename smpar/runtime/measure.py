@@ -168,11 +168,22 @@ def _runs(unit: nn.Module, given: list[torch.Tensor], spec: tree.Spec, split: bo
     sources = [t for t in given if t.requires_grad]
     wanted = [*sources, *(p for p in unit.parameters() if p.requires_grad)]
     runs: list[Times] = []
+    arguments = tree.Snapshot()  # a cache of keys and values would grow from run to run
+    for const in tree.constants(spec):
+        if const.opaque and not isinstance(const.value, nn.Module):
+            arguments.add(const.value)
+
+    def run(wanted: Sequence[torch.Tensor]) -> tuple[float, float]:
+        try:
+            return _run(unit, given, spec, wanted)
+        finally:
+            arguments.restore()
+
     with _undone(unit, given):
         start = time.perf_counter()
         while len(runs) <= _RUNS or (len(runs) <= _MOST and time.perf_counter() - start < enough):
-            forward, backward = _run(unit, given, spec, wanted)
-            through = _run(unit, given, spec, sources)[1] if split and len(wanted) > len(sources) else backward
+            forward, backward = run(wanted)
+            through = run(sources)[1] if split and len(wanted) > len(sources) else backward
             runs.append(Times(forward, backward, max(0.0, backward - through)))
     return runs
 
