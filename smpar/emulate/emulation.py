@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -35,8 +35,8 @@ class Emulation:
         schedule: a name of `smpar.schedule.make_schedule`.
         microbatches: of a step, in each replica.
         pipelines: one per replica, alike but for their times.
-        reduction: by stage, seconds of the reduction of its gradients over the replicas; not used by a single replica.
-            A rank reduces one stage after the other, while it goes on with its actions.
+        reduction: by stage, seconds of the reduction of its gradients over the replicas; empty: none. A rank reduces
+            one stage after the other, while it goes on with its actions.
         optimizer: by stage, seconds of the optimizer; a rank starts when all of its stages are reduced.
 
     Raises:
@@ -80,6 +80,29 @@ class Emulation:
                 made[pipeline] = make_schedule(self.schedule, pipeline.program, self.microbatches)
         return tuple(made[pipeline] for pipeline in self.pipelines)
 
+    def scaled(self, factor: float) -> Emulation:
+        """The same with all times so many times as long: kernels of 10 ms and more outlast what a machine delays them.
+
+        Raises:
+            EmulationError: the factor is not above 0.
+        """
+        if not 0 < factor < math.inf:
+            raise EmulationError("times are scaled by a factor above 0", f"{factor=}", "factor=1.0 leaves all as it is")
+        pipelines = tuple(
+            replace(
+                pipeline,
+                host=factor * pipeline.host,
+                **{name: _scaled(getattr(pipeline, name), factor) for name in _TIMES},
+            )
+            for pipeline in self.pipelines
+        )
+        return replace(
+            self,
+            pipelines=pipelines,
+            reduction=_scaled(self.reduction, factor),
+            optimizer=_scaled(self.optimizer, factor),
+        )
+
     def link(self, replica: int, flow: int, kind: Kind) -> Link:
         """What the message of a flow takes; `kind` is that of its send."""
         pipeline = self.pipelines[replica]
@@ -92,7 +115,7 @@ class Emulation:
 
         All replicas follow one, as they meet in each reduction.
         """
-        if self.replicas == 1:
+        if not self.reduction:
             return ()
         last: dict[int, int] = {}
         for position, action in enumerate(self.orders[0].ranks[rank]):
@@ -117,6 +140,14 @@ class Step:
     ends: tuple[tuple[float, ...], ...]
     actions: tuple[tuple[Timed, ...], ...]
 
+    def scaled(self, factor: float) -> Step:
+        """The same with all times so many times as long."""
+        actions = tuple(
+            tuple(timed._replace(start=factor * timed.start, end=factor * timed.end) for timed in timeline)
+            for timeline in self.actions
+        )
+        return Step(tuple(_scaled(ends, factor) for ends in self.ends), actions)
+
     @property
     def seconds(self) -> float:
         """When the last rank is done."""
@@ -126,6 +157,15 @@ class Step:
 def fastest(steps: Sequence[Step]) -> Step:
     """The step that the machine disturbed least: other work only ever delays a process."""
     return min(steps, key=lambda step: step.seconds)
+
+
+_TIMES = (
+    "forward", "backward", "weight", "wire_forward", "wire_backward", "latency_forward", "latency_backward"
+)  # fmt: skip
+
+
+def _scaled(times: Sequence[float], factor: float) -> tuple[float, ...]:
+    return tuple(factor * seconds for seconds in times)
 
 
 def _validate(emulation: Emulation) -> None:

@@ -139,7 +139,9 @@ class _Reductions:
     def _run(self) -> None:
         try:
             for stage in self._stages:
-                moment = _latest(self._ready[stage].get(), self._world.process_group("rdp"))
+                moment = self._ready[stage].get()
+                if self._emulation.replicas > 1:
+                    moment = _latest(moment, self._world.process_group("rdp"))
                 start = reach(max(self._free, moment))
                 self._free = reach(start + self._emulation.reduction[stage])
         except BaseException as error:
