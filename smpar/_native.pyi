@@ -57,3 +57,18 @@ _Times = tuple[
 def named_order(pipeline: _Pipeline, name: str, microbatches: int) -> _Order: ...
 def simulate_named(pipeline: _Pipeline, name: str, microbatches: int, record: bool) -> tuple[_Times, _Order]: ...
 def simulate(graph: _Graph, actions: _Order, microbatches: int) -> _Times: ...
+def cut_stages(
+    times: list[list[float]],
+    state: list[float],
+    saved: list[float],
+    tensors: list[tuple[int, list[int], float]],
+    places: list[tuple[int, float, float, float, float, float]],
+    microbatches: int,
+) -> tuple[list[int], float, list[float], list[float]] | None: ...
+def least_excess(
+    times: list[list[float]],
+    state: list[float],
+    saved: list[float],
+    tensors: list[tuple[int, list[int], float]],
+    places: list[tuple[int, float, float, float, float, float]],
+) -> tuple[list[int], int, float]: ...

@@ -46,12 +46,28 @@ class ProfileError(PlanError):
     """A profile of a model contradicts itself, or lacks what a plan needs."""
 
 
+class PlanFileError(PlanError):
+    """A plan file cannot be read, or is of another model, batch or world."""
+
+
+class ClusterError(PlanError):
+    """A description of a cluster contradicts itself, lacks a number, or names something unknown."""
+
+
 class EmulationError(PlanError):
     """The numbers of an emulation contradict each other, or mean nothing."""
 
 
 class EmulationFailed(SmparError):
     """A process of an emulation failed, so all were ended."""
+
+
+class NothingFits(PlanError):
+    """No cuts keep the memory limits; the best-fitting ones need ``nbytes`` too many on ``stage``."""
+
+    def __init__(self, rule: str, values: str, fix: str, stage: int = 0, nbytes: float = 0.0) -> None:
+        super().__init__(rule, values, fix)
+        self.stage, self.nbytes = stage, nbytes
 
 
 class NativeMissing(SmparError):
@@ -296,3 +312,7 @@ class OtherMicrobatch(StepError):
 
     RULE = "a stage tensor is used by the microbatch that made it, and by no other"
     FIX = "return the tensor from the step and pass it to the next step as an argument; keep no tensor in an attribute"
+
+
+class CommandError(SmparError):
+    """A command of ``smpar`` got an argument that it cannot use."""

@@ -4,16 +4,15 @@
 
 namespace smpar {
 
-void Costs::add_uses(std::vector<std::vector<Use>>& from_left, std::vector<std::vector<Use>>* from_right,
-                     int source, std::vector<int> targets, double seconds) {
+void add_uses(Uses& from_left, Uses* from_right, int source, std::vector<int> targets, double amount) {
     std::sort(targets.begin(), targets.end());
     targets.erase(std::unique(targets.begin(), targets.end()), targets.end());
     const int n = static_cast<int>(targets.size()), size = static_cast<int>(from_left.size());
     for (int i = 0; i < n; ++i) {
         if (targets[i] > source)
-            from_left[targets[i]].push_back({source, i > 0 ? targets[i - 1] : -1, seconds});
+            from_left[targets[i]].push_back({source, i > 0 ? targets[i - 1] : -1, amount});
         if (from_right && targets[i] < source)
-            (*from_right)[targets[i]].push_back({source, i + 1 < n ? targets[i + 1] : size, seconds});
+            (*from_right)[targets[i]].push_back({source, i + 1 < n ? targets[i + 1] : size, amount});
     }
 }
 
@@ -46,17 +45,16 @@ void Costs::Walk::grow() {
     time += costs.time_[unit];
     memory += costs.memory_[unit];
     for (const Use& u : costs.forward_[unit])
-        if (u.source < begin && u.neighbour < begin && !(rank_of && rank_of[u.source] == rank))
-            forward += u.seconds;
+        if (u.enters(begin) && !(rank_of && rank_of[u.source] == rank)) forward += u.amount;
     for (const Use& u : costs.ties_[unit])
-        if (u.source < begin && u.neighbour < begin) tie += u.seconds;
+        if (u.enters(begin)) tie += u.amount;
 }
 
 // Seconds that growing [unit + 1, end) to the left over `unit` adds; kept apart from `backward` for Band.
 double Costs::backward_at(int unit, int end) const {
     double sum = 0;
     for (const Use& u : backward_[unit])
-        if (u.source >= end && u.neighbour >= end) sum += u.seconds;
+        if (u.source >= end && u.neighbour >= end) sum += u.amount;
     return sum;
 }
 
@@ -75,13 +73,12 @@ Interval Costs::of(int begin, int end) const {
     return {time, walk.memory, cost, cost + tie_charge(walk.tie)};
 }
 
-Band::Band(const Costs& costs, double cap, double memory_limit) {
+Band band_of(const Costs& costs, double cap, double memory_limit) {
     const int n = costs.size();
-    offset_.reserve(n);
-    end_.reserve(n);
+    Band band;
     std::vector<double> time, memory, tie;
     for (int begin = 0; begin < n; ++begin) {
-        offset_.push_back(static_cast<std::ptrdiff_t>(time.size()));
+        band.offset.push_back(static_cast<std::ptrdiff_t>(time.size()));
         Costs::Walk walk(costs, begin);
         while (walk.end < n) {
             walk.grow();
@@ -93,23 +90,24 @@ Band::Band(const Costs& costs, double cap, double memory_limit) {
             memory.push_back(walk.memory);
             tie.push_back(walk.tie);
         }
-        end_.push_back(walk.end);
+        band.end.push_back(walk.end);
     }
     if (costs.has_backward()) {
         for (int end = 1; end <= n; ++end) {
             double sum = 0;
-            for (int begin = end - 1; begin >= 0 && end_[begin] >= end; --begin) {
+            for (int begin = end - 1; begin >= 0 && band.end[begin] >= end; --begin) {
                 sum += costs.backward_at(begin, end);
-                time[offset_[begin] + end - begin - 1] += sum;
+                time[band.offset[begin] + end - begin - 1] += sum;
             }
         }
     }
-    cost_.resize(time.size());
-    total_.resize(time.size());
+    band.costs.resize(time.size());
+    band.totals.resize(time.size());
     for (std::size_t i = 0; i < time.size(); ++i) {
-        cost_[i] = costs.plain(time[i], memory[i]);
-        total_[i] = cost_[i] + costs.tie_charge(tie[i]);
+        band.costs[i] = costs.plain(time[i], memory[i]);
+        band.totals[i] = band.costs[i] + costs.tie_charge(tie[i]);
     }
+    return band;
 }
 
 }  // namespace smpar

@@ -1,13 +1,11 @@
 // A chain of units and the cost of giving an interval of it to one stage.
 #pragma once
 
-#include <cstddef>
-#include <limits>
 #include <vector>
 
-namespace smpar {
+#include "cuts.hpp"
 
-inline constexpr double kInf = std::numeric_limits<double>::infinity();
+namespace smpar {
 
 struct Edge {
     int source;
@@ -44,6 +42,18 @@ struct Interval {
     double total;         // cost plus the charge of tied parameters
 };
 
+// One use of a tensor (or of a tied parameter): charged when an interval reaches it and holds neither the
+// source nor a use nearer to the interval's growing end.
+struct Use {
+    int source, neighbour;
+    double amount;
+    bool enters(int begin) const { return source < begin && neighbour < begin; }  // growing to the right
+};
+using Uses = std::vector<std::vector<Use>>;  // [unit]
+
+// Sorts a tensor's uses in by unit; those before its source are left out without `from_right`.
+void add_uses(Uses& from_left, Uses* from_right, int source, std::vector<int> targets, double amount);
+
 // Indexes a chain by unit: what enters an interval when it grows over a unit.
 class Costs {
   public:
@@ -76,35 +86,13 @@ class Costs {
     };
 
   private:
-    // One use of a tensor (or of a tied parameter): charged when the interval reaches it and holds neither
-    // the source nor a use nearer to the interval's growing end.
-    struct Use {
-        int source, neighbour;
-        double seconds;
-    };
-    static void add_uses(std::vector<std::vector<Use>>& from_left, std::vector<std::vector<Use>>* from_right,
-                         int source, std::vector<int> targets, double seconds);
-
     std::vector<double> time_, memory_;
-    std::vector<std::vector<Use>> forward_, backward_, ties_;
+    Uses forward_, backward_, ties_;
     double weight_, total_time_ = 0, total_memory_ = 0;
     bool has_backward_ = false;
 };
 
-// The costs of all intervals whose plain cost is at most `cap` and whose memory fits, row by first unit.
-class Band {
-  public:
-    Band(const Costs& costs, double cap, double memory_limit);
-
-    int size() const { return static_cast<int>(end_.size()); }
-    int end(int begin) const { return end_[begin]; }  // one past the largest `end` of a stored interval
-    const double* cost(int begin) const { return cost_.data() + offset_[begin] - begin - 1; }    // [end]
-    const double* total(int begin) const { return total_.data() + offset_[begin] - begin - 1; }  // [end]
-
-  private:
-    std::vector<double> cost_, total_;
-    std::vector<std::ptrdiff_t> offset_;
-    std::vector<int> end_;
-};
+// The costs of all intervals whose plain cost is at most `cap` and whose memory fits.
+Band band_of(const Costs& costs, double cap, double memory_limit);
 
 }  // namespace smpar

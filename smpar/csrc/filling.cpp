@@ -15,6 +15,34 @@ struct Choice {
     int segment;
 };
 
+// Finds the place with the least number, of equal ones the first.
+class Tournament {
+  public:
+    explicit Tournament(int size) {
+        while (leaves_ < size) leaves_ *= 2;
+        numbers_.assign(leaves_, kNever);
+        winner_.resize(2 * leaves_);
+        for (int place = 0; place < leaves_; ++place) winner_[leaves_ + place] = place;
+        for (int node = leaves_ - 1; node > 0; --node) winner_[node] = winner_[2 * node];
+    }
+    int first() const { return winner_[1]; }
+    void set(int place, double number) {
+        numbers_[place] = number;
+        for (int node = (leaves_ + place) / 2; node > 0; node /= 2) {
+            const int left = winner_[2 * node], right = winner_[2 * node + 1];
+            winner_[node] = numbers_[right] < numbers_[left] ? right : left;
+        }
+    }
+
+  private:
+    int leaves_ = 1;
+    std::vector<double> numbers_;
+    std::vector<int> winner_;
+};
+
+// It keeps two clocks: that of the rule, on which messages take a while, decides; on the real one they do
+// not.
+template <bool kDelay>
 class Filling {
   public:
     Filling(const Pipeline& pipeline, int microbatches, const Rule& rule)
@@ -40,11 +68,16 @@ class Filling {
         }
         forwards_.resize(static_cast<std::size_t>(stages) * microbatches);
         backwards_.resize(forwards_.size());
+        if (kDelay) real_forwards_ = real_backwards_ = forwards_;
         ranks_.resize(descending_.size());
         order_.resize(descending_.size());
         for (std::size_t place = 0; place < descending_.size(); ++place) {
             int tasks = 0;
-            for (int s : descending_[place]) tasks += training_ ? 2 + segments_[s].splits : 1;
+            for (int s : descending_[place]) {
+                tasks += training_ ? 2 + segments_[s].splits : 1;
+                const double backward = training_ ? pipeline_.backward[s] : 0.0;
+                ranks_[place].work += microbatches * (segments_[s].forward + backward);
+            }
             order_[place].reserve(static_cast<std::size_t>(tasks) * microbatches);
             tasks_ += static_cast<std::size_t>(tasks) * microbatches;
         }
@@ -52,27 +85,27 @@ class Filling {
 
     Filled run(double limit) {
         const int size = static_cast<int>(descending_.size());
+        // Idle time is a sum of many; no order is given up for its rounding.
+        limit_ = limit * (1 + 1e-9);
+        Tournament starts(size);
         std::vector<Choice> choices;
-        std::vector<double> starts;
         for (int place = 0; place < size; ++place) {
             choices.push_back(choose(place));
-            starts.push_back(choices.back().start);
+            starts.set(place, choices.back().start);
         }
-        double end = 0;
         for (std::size_t left = tasks_; left > 0; --left) {
-            int place = 0;
-            for (int other = 1; other < size; ++other)
-                if (starts[other] < starts[place]) place = other;
+            const int place = starts.first();
             const int touched = perform(place, choices[place]);
-            end = std::max(end, ranks_[place].free);
-            if (end > limit) return {{}, kNever};
+            if (gave_up_) return {{}, kNever};
             choices[place] = choose(place);
-            starts[place] = choices[place].start;
+            starts.set(place, choices[place].start);
             if (touched != place) {
                 choices[touched] = choose(touched);
-                starts[touched] = choices[touched].start;
+                starts.set(touched, choices[touched].start);
             }
         }
+        double end = 0;
+        for (const Rank& rank : ranks_) end = std::max(end, rank.real);
         Order order(pipeline_.size());
         for (int place = 0; place < size; ++place) order[homes_[place]] = std::move(order_[place]);
         return {std::move(order), end};
@@ -88,6 +121,8 @@ class Filling {
     };
     struct Rank {
         double free = 0, held = 0;
+        double real = 0, idle = 0,
+               work = 0;  // on the real clock: free from then on, idle until then, all its work
         bool turned = false;
     };
 
@@ -176,34 +211,57 @@ class Filling {
 
     // Does it; returns the other rank that may choose otherwise now, or the same one.
     int perform(int place, const Choice& choice) {
-        const int s = choice.segment;
+        const int s = choice.segment, last = pipeline_.stages() - 1;
         Segment& segment = segments_[s];
         Rank& rank = ranks_[place];
         int microbatch, neighbour = s;
         switch (choice.kind) {
             case kForward:
                 microbatch = segment.forwards++;
-                rank.free = choice.start + segment.forward;
-                forwards_[static_cast<std::size_t>(s) * microbatches_ + microbatch] = rank.free;
+                work(rank, choice.start, segment.forward,
+                     s > 0 ? real(real_forwards_, s - 1, microbatch) : 0.0);
+                note(forwards_, real_forwards_, s, microbatch, rank);
                 rank.held += segment.share;
                 rank.turned = false;
-                neighbour = std::min(s + 1, pipeline_.stages() - 1);
+                neighbour = std::min(s + 1, last);
                 break;
             case kWeights:
                 microbatch = segment.weights++;
-                rank.free = choice.start + segment.weight;
+                work(rank, choice.start, segment.weight, 0.0);
                 rank.held -= segment.share;
                 break;
             default:
                 microbatch = segment.backwards++;
-                rank.free = choice.start + segment.backward;
-                backwards_[static_cast<std::size_t>(s) * microbatches_ + microbatch] = rank.free;
+                work(rank, choice.start, segment.backward,
+                     s < last ? real(real_backwards_, s + 1, microbatch) : 0.0);
+                note(backwards_, real_backwards_, s, microbatch, rank);
                 if (choice.kind == kBackward) rank.held -= segment.share;
                 rank.turned = true;
                 neighbour = std::max(s - 1, 0);
         }
         order_[place].push_back(action(s, choice.kind, microbatch));
         return place_[neighbour];
+    }
+
+    double real(const std::vector<double>& ends, int segment, int microbatch) const {
+        return kDelay ? of(ends, segment)[microbatch] : 0.0;
+    }
+
+    void work(Rank& rank, double start, double seconds, double ready) {
+        const double really = kDelay ? std::max(rank.real, ready) : start;
+        if (really > rank.real) {
+            rank.idle += really - rank.real;
+            gave_up_ = rank.work + rank.idle > limit_;
+        }
+        rank.free = start + seconds;
+        rank.real = kDelay ? really + seconds : rank.free;
+    }
+
+    void note(std::vector<double>& ends, std::vector<double>& real_ends, int s, int microbatch,
+              const Rank& rank) {
+        const std::size_t at = static_cast<std::size_t>(s) * microbatches_ + microbatch;
+        ends[at] = rank.free;
+        if (kDelay) real_ends[at] = rank.real;
     }
 
     const Pipeline& pipeline_;
@@ -213,7 +271,10 @@ class Filling {
     std::vector<int> homes_, place_;            // place -> rank, segment -> place
     std::vector<std::vector<int>> descending_;  // place -> its segments
     std::vector<Segment> segments_;
-    std::vector<double> forwards_, backwards_;  // ends, by segment and microbatch
+    std::vector<double> forwards_, backwards_, real_forwards_,
+        real_backwards_;  // ends, by segment and microbatch
+    double limit_ = kNever;
+    bool gave_up_ = false;
     std::vector<Rank> ranks_;
     Order order_;
     std::size_t tasks_ = 0;
@@ -230,7 +291,8 @@ double mean_task(const Pipeline& pipeline) {
 }
 
 Filled fill(const Pipeline& pipeline, int microbatches, const Rule& rule, double limit) {
-    return Filling(pipeline, microbatches, rule).run(rule.delay == 0 ? limit : kNever);
+    if (rule.delay == 0) return Filling<false>(pipeline, microbatches, rule).run(limit);
+    return Filling<true>(pipeline, microbatches, rule).run(limit);
 }
 
 }  // namespace smpar

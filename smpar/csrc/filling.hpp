@@ -17,13 +17,13 @@ struct Rule {
 
 struct Filled {
     Order order;
-    double end;  // on a clock on which messages take the rule's delay
+    double end;  // where messages take no time
 };
 
 // Mean seconds of forwards and whole backwards.
 double mean_task(const Pipeline& pipeline);
 
-// Without delay, it may stop as soon as the end is certain to be after `limit`; then that end is infinity.
+// It may stop as soon as the end is certain to be after `limit`; then there is no order.
 Filled fill(const Pipeline& pipeline, int microbatches, const Rule& rule, double limit);
 
 }  // namespace smpar

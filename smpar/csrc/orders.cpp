@@ -1,7 +1,6 @@
 #include "orders.hpp"
 
 #include <algorithm>
-#include <optional>
 
 #include "filling.hpp"
 
@@ -119,20 +118,12 @@ bool same(const Order& a, const Order& b) {
 // The fastest of one order per rule; of equally fast ones, the one that is fastest when messages take a
 // while.
 Order fastest(const Pipeline& p, int microbatches, const std::vector<Rule>& rules) {
-    const Graph graph = graph_of(p, 0.0);
-    std::optional<Clock> clock;
     std::vector<Filled> tries;
     double least = std::numeric_limits<double>::infinity();
     for (const Rule& rule : rules) {
         Filled filled = fill(p, microbatches, rule, least * kEqual);
-        if (filled.order.empty()) continue;
-        if (std::any_of(tries.begin(), tries.end(),
-                        [&](const auto& t) { return same(t.order, filled.order); }))
-            continue;
-        if (rule.delay != 0) {
-            if (!clock) clock.emplace(graph, microbatches);
-            filled.end = clock->makespan(filled.order, least * kEqual);
-        }
+        const auto equal = [&](const Filled& other) { return same(other.order, filled.order); };
+        if (filled.order.empty() || std::any_of(tries.begin(), tries.end(), equal)) continue;
         least = std::min(least, filled.end);
         tries.push_back(std::move(filled));
     }

@@ -9,6 +9,7 @@
 #include "orders.hpp"
 #include "partition.hpp"
 #include "simulate.hpp"
+#include "stages.hpp"
 
 namespace nb = nanobind;
 
@@ -95,6 +96,41 @@ PyTimes simulate(PyGraph fields, const PyOrder& actions, int microbatches) {
     return times_to(smpar::Clock(graph, microbatches).run(order, true));
 }
 
+using PyTensor = std::tuple<int, std::vector<int>, double>;
+using PyPlace = std::tuple<int, double, double, double, double, double>;
+
+smpar::Layers layers_of(std::vector<std::vector<double>> times, std::vector<double> state,
+                        std::vector<double> saved, const std::vector<PyTensor>& tensors) {
+    smpar::Layers layers{std::move(times), std::move(state), std::move(saved), {}};
+    for (const auto& [source, targets, bytes] : tensors) layers.tensors.push_back({source, targets, bytes});
+    return layers;
+}
+
+std::vector<smpar::Place> places_of(const std::vector<PyPlace>& places) {
+    std::vector<smpar::Place> at;
+    for (const auto& [device_class, seconds_per_byte, latency, in_flight, transient, limit] : places)
+        at.push_back({device_class, seconds_per_byte, latency, in_flight, transient, limit});
+    return at;
+}
+
+std::tuple<std::vector<int>, int, double> least_excess(std::vector<std::vector<double>> times,
+                                                       std::vector<double> state, std::vector<double> saved,
+                                                       const std::vector<PyTensor>& tensors,
+                                                       const std::vector<PyPlace>& places) {
+    auto result = smpar::least_excess(
+        layers_of(std::move(times), std::move(state), std::move(saved), tensors), places_of(places));
+    return {result.cuts, result.stage, result.bytes};
+}
+
+std::optional<PyPartition> cut_stages(std::vector<std::vector<double>> times, std::vector<double> state,
+                                      std::vector<double> saved, const std::vector<PyTensor>& tensors,
+                                      const std::vector<PyPlace>& places, int microbatches) {
+    auto result = smpar::cut_stages(layers_of(std::move(times), std::move(state), std::move(saved), tensors),
+                                    places_of(places), microbatches);
+    if (!result) return std::nullopt;
+    return PyPartition{result->cuts, result->seconds, result->stage_time, result->stage_memory};
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -108,4 +144,8 @@ NB_MODULE(_native, m) {
           "microbatches"_a, "record"_a);
     m.def("simulate", &simulate, nb::call_guard<nb::gil_scoped_release>(), "graph"_a, "actions"_a,
           "microbatches"_a);
+    m.def("cut_stages", &cut_stages, nb::call_guard<nb::gil_scoped_release>(), "times"_a, "state"_a,
+          "saved"_a, "tensors"_a, "places"_a, "microbatches"_a);
+    m.def("least_excess", &least_excess, nb::call_guard<nb::gil_scoped_release>(), "times"_a, "state"_a,
+          "saved"_a, "tensors"_a, "places"_a);
 }

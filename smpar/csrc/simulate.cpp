@@ -30,11 +30,11 @@ Clock::Clock(const Graph& graph, int microbatches)
         Row& row = rows_[task];
         row.cost = graph.cost(task >> 2, static_cast<Kind>(task & 3));
         row.slot = slot_of(task);
-        row.received = 0;
         row.inputs = static_cast<int>(inputs_.size());
-        for (int i : into[row.slot]) {
-            inputs_.push_back({key[i], graph.needs[i].before});
-            row.received += graph.needs[i].sent;
+        for (const bool sent : {true, false}) {
+            for (int i : into[row.slot])
+                if (graph.needs[i].sent == sent) inputs_.push_back({key[i], graph.needs[i].before});
+            if (sent) row.received = static_cast<int>(inputs_.size());
         }
         row.inputs_end = static_cast<int>(inputs_.size());
         row.messages = static_cast<int>(messages_.size());
@@ -62,27 +62,27 @@ bool Clock::advance(const Order& order, int number, Times& times) {
         const Row& row = rows_[now.task];
         const std::size_t base = static_cast<std::size_t>(now.microbatch) * keys_;
         double* done = done_.data() + base;
-        double ready = rank.free;
-        int last = -1;
-        for (int i = row.inputs; i < row.inputs_end; ++i) {
-            const double time = done[inputs_[i].key];
-            if (time < 0) {
+        for (int i = row.inputs; i < row.inputs_end; ++i)
+            if (done[inputs_[i].key] < 0) {
                 rank.awaited = base + inputs_[i].key + 1;
                 return true;
             }
-            if (time > ready) {
-                ready = time;
-                last = inputs_[i].before;
+        double start = rank.free;  // moves on while it takes its messages in turn
+        for (int i = row.inputs; i < row.received; ++i) {
+            const double arrival = done[inputs_[i].key];
+            if (arrival > start) {
+                if (kAll) times.waiting[number] += arrival - std::max(start, done[inputs_[i].before]);
+                start = arrival;
             }
+            start += host;
         }
-        const double start = ready + host * row.received, end = start + row.cost;
+        const double end = start + row.cost;
         if (done[row.slot] >= 0 || end > limit_) return false;
         done[row.slot] = end;
         if constexpr (kAll) {
             const int segment = now.segment(), stage = graph_.stage[segment];
             const Kind kind = now.kind();
             if (rank.at == 0) times.first_start[number] = start;
-            if (last >= 0) times.waiting[number] += ready - std::max(rank.free, done[last]);
             times.busy[number] += row.cost;
             times.seconds = std::max(times.seconds, end);
             if (kind == kForward) {

@@ -90,7 +90,9 @@ class Clock {
     };
     struct Row {  // of a task
         double cost;
-        int slot, inputs, inputs_end, messages, messages_end, received;
+        int slot;
+        int inputs, received, inputs_end;  // messages first, what its own rank has made from `received` on
+        int messages, messages_end;
     };
     struct Rank {
         double free = 0;

@@ -123,20 +123,21 @@ def check(units: Sequence[UnitCost], edges: Sequence[Edge], ties: Sequence[Tie],
     if not 0.0 <= goal.evenness <= 1.0:
         raise PlanError("evenness lies between 0 and 1", f"evenness={goal.evenness}", "0 is ranks only")
     if goal.memory_limit is not None:
-        _check_number(goal.memory_limit, "memory_limit")
+        check_number(goal.memory_limit, "memory_limit")
     for unit in units:
-        _check_number(unit.time, f"time of unit {unit.name!r}")
-        _check_number(unit.memory, f"memory of unit {unit.name!r}")
+        check_number(unit.time, f"time of unit {unit.name!r}")
+        check_number(unit.memory, f"memory of unit {unit.name!r}")
     for i, edge in enumerate(edges):
-        _check_number(edge.seconds, f"seconds of edge {i}")
+        check_number(edge.seconds, f"seconds of edge {i}")
         _check_indices((edge.source, *edge.targets), len(units), f"edge {i}")
     for i, tie in enumerate(ties):
-        _check_number(tie.seconds, f"seconds of tie {i}")
+        check_number(tie.seconds, f"seconds of tie {i}")
         _check_indices(tie.units, len(units), f"tie {i}")
     _check_scale(units, edges, ties, goal)
 
 
-def _check_number(value: float, name: str) -> None:
+def check_number(value: float, name: str) -> None:
+    """Raise PlanError unless ``value`` can be a cost."""
     if not (math.isfinite(value) and value >= 0.0):
         raise PlanError("costs are finite and not negative", f"{name} is {value}", "measure or count that cost again")
 

@@ -52,8 +52,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from smpar.errors import NativeMissing, PlanError
+from smpar.errors import PlanError
 from smpar.planner.chain import Edge, Goal, Partition, Tie, UnitCost, check, fold
+from smpar.planner.native import core
 
 _MANY = 2**31 - 1  # microbatches, so that only the fullest rank counts
 
@@ -91,11 +92,7 @@ def partition(
     """
     goal = Goal(stages, microbatches, memory_weight, memory_limit, tuple(ranks), evenness)
     check(units, edges, ties, goal)
-    try:
-        from smpar import _native
-    except ImportError as error:
-        raise NativeMissing("the planner needs smpar's compiled core", str(error), "run: pip install -e .") from error
-    found = _native.partition(
+    found = core().partition(
         [u.time for u in units],
         [u.memory for u in units],
         [(e.source, list(e.targets), e.seconds) for e in edges],

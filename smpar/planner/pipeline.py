@@ -9,7 +9,7 @@
 
 A channel goes from one rank to another, and is the only thing that messages wait for: those of other pairs of ranks do
 not slow them. Each end of a message may keep its rank busy for a while (`host`): the sender after its action, the
-receiver before its own. Stages of one rank pass each other tensors for nothing.
+receiver, when the message is there, before its own. Stages of one rank pass each other tensors for nothing.
 
 `simulate_named` takes a chain of stages and a schedule's name, and makes the order itself, as fast as it runs it;
 `simulate` takes any program and any schedule. The orders are those of `smpar.schedule.make_schedule`.
@@ -241,7 +241,7 @@ def simulate(
         program: what each microbatch does.
         schedule: forwards and backwards, before lowering; each at most once.
         wire: seconds that a message occupies its channel: a constant, or a function of (bytes, sender's rank,
-            receiver's rank). Messages made by one action go in the order of `Program.flows`.
+            receiver's rank). Messages of one action are sent, and received, in the order of `Program.flows`.
         latency: seconds from there to its arrival, given likewise.
         host: seconds that each end of a message keeps its rank busy.
 
@@ -382,9 +382,9 @@ def _require_numbers(name: str, numbers: Sequence[float], count: int, each: str)
         raise PlanError(rule, f"{len(numbers)} numbers, {count} needed", f"give {name} {count} numbers")
     # A sum that is finite has no part that is not; min alone may miss a NaN.
     if numbers and not (min(numbers) >= 0 and sum(numbers) < float("inf")):
-        bad = next((n for n in numbers if not 0 <= n < float("inf")), sum(numbers))
-        place = f"{each} {list(numbers).index(bad)}: " if bad in numbers else ""
-        raise PlanError(f"{name} is finite and not negative", f"{place}{bad}", "give seconds or bytes, 0 or more")
+        bad = [f"{each} {place}: {n}" for place, n in enumerate(numbers) if not 0 <= n < float("inf")]
+        found = bad[0] if bad else f"their sum {sum(numbers)}"
+        raise PlanError(f"{name} is finite and not negative", found, "give seconds or bytes, 0 or more")
 
 
 def _native() -> ModuleType:

@@ -36,6 +36,7 @@ class Layer:
         saved: bytes kept from its forward to its backward, per sample.
         whole_saved: the part of them that tensor parallelism does not divide.
         output: bytes per sample of its output, which is what stays if its inside is recomputed.
+        transient: bytes per sample that it needs only while it runs.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Layer:
     whole_parameters: float = 0.0
     whole_saved: float = 0.0
     output: float = 0.0
+    transient: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -248,7 +250,7 @@ def _check(profile: Profile) -> None:
             "measure the model with `smpar profile`",
         )
     for layer in profile.layers:
-        for name in ("parameters", "saved", "whole_parameters", "whole_saved", "output"):
+        for name in ("parameters", "saved", "whole_parameters", "whole_saved", "output", "transient"):
             _number(getattr(layer, name), f"{name} of layer {layer.name!r}")
     for i, tensor in enumerate(profile.tensors):
         _number(tensor.elements, f"elements of tensor {i}")

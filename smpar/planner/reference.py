@@ -6,7 +6,8 @@ right; edges and ties by the unit at which they enter a growing interval, then b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -93,42 +94,55 @@ def partition_reference(
     goal = Goal(stages, microbatches, memory_weight, memory_limit)
     check(units, edges, ties, goal)
     chain = Chain(tuple(units), tuple(edges), tuple(ties), goal)
-    size = len(units)
-    cost = lru_cache(None)(lambda a, b: (chain.cost(a, b), chain.cost(a, b) + chain.tie_cost(a, b), chain.fits(a, b)))
+
+    def cost(_: int, a: int, b: int) -> tuple[float, float] | None:
+        c = chain.cost(a, b)
+        return (c, c + chain.tie_cost(a, b)) if chain.fits(a, b) else None
+
+    found = best_cuts(len(units), stages, microbatches, cost)
+    if found is None:
+        raise too_large(units, goal)
+    cuts, best = found
+    ends = intervals(cuts, len(units))
+    return Partition.make(goal, cuts, best, [chain.time(a, b) for a, b in ends], [chain.memory(a, b) for a, b in ends])
+
+
+def best_cuts(
+    size: int, stages: int, microbatches: int, cost: Callable[[int, int, int], tuple[float, float] | None]
+) -> tuple[list[int], float] | None:
+    """The cuts that minimise the sum of totals + (microbatches - 1) * the largest cost, and that objective.
+
+    ``cost(stage, a, b)`` is cost and total of ``[a, b)`` on that stage, or None if it does not fit there.
+    """
+    cost = lru_cache(None)(cost)
 
     @lru_cache(None)
     def frontier(left: int, a: int) -> list[tuple[float, float]]:
-        """The undominated (sum, max) of all cuts of ``[a, size)`` into ``left`` stages."""
+        """The undominated (sum, max) of all cuts of ``[a, size)`` into the last ``left`` stages."""
         if left == 0:
             return [(0.0, 0.0)] if a == size else []
         points = []
         for b in range(a + 1, size - left + 2):
-            c, total, fits = cost(a, b)
-            if fits:
-                points += [(total + rest, max(c, peak)) for rest, peak in frontier(left - 1, b)]
+            if (here := cost(stages - left, a, b)) is not None:
+                points += [(here[1] + rest, max(here[0], peak)) for rest, peak in frontier(left - 1, b)]
         return undominated(points)
 
     def value(head: Sequence[int], rest: float, peak: float) -> float:
-        """Objective of cuts that begin with ``head`` and end with a frontier's point at its last entry."""
-        for a, b in reversed(list(pairwise(head))):
-            c, total, _ = cost(a, b)
+        """Objective of cuts that begin with ``head`` and end with a frontier's point at its last entry; infinite if
+        one of its stages does not fit."""
+        for stage, (a, b) in reversed(list(enumerate(pairwise(head)))):
+            c, total = cost(stage, a, b) or (math.inf, math.inf)
             rest, peak = total + rest, max(c, peak)
         return rest + (microbatches - 1.0) * peak
 
     best = min((value((0,), *point) for point in frontier(stages, 0)), default=None)
     if best is None:
-        raise too_large(units, goal)
+        return None
     cuts = [0]
     for left in range(stages - 1, 0, -1):
-        cuts.append(
-            next(
-                b
-                for b in range(cuts[-1] + 1, size)
-                if cost(cuts[-1], b)[2] and any(value((*cuts, b), *p) == best for p in frontier(left, b))
-            )
-        )
-    ends = intervals(cuts, size)
-    return Partition.make(goal, cuts, best, [chain.time(a, b) for a, b in ends], [chain.memory(a, b) for a, b in ends])
+        ends = range(cuts[-1] + 1, size)
+        cuts.append(next(b for b in ends if any(value((*cuts, b), *p) == best for p in frontier(left, b))))
+    return cuts, best
 
 
 def undominated(points: list[tuple[float, float]]) -> list[tuple[float, float]]:

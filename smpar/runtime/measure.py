@@ -8,13 +8,12 @@ import functools
 import logging
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from smpar.comm.messages import CommGroup, broadcast
 from smpar.runtime.partitioning import Explored
 from smpar.stage.tensor import StageTensor
 from smpar.trace import tree
@@ -24,7 +23,8 @@ from smpar.trace.outcomes import Outcomes
 
 log = logging.getLogger("smpar")
 
-_RUNS = 3  # after one to warm up; the median counts
+_RUNS = 3  # at least, after one to warm up; the median counts
+_MOST = 50  # runs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +37,16 @@ class _Call:
     spec: tree.Spec
 
 
+class Times(NamedTuple):
+    """Seconds of a unit's forward and backward; ``weight`` is the part of the backward for gradients of parameters."""
+
+    forward: float
+    backward: float
+    weight: float = 0.0
+
+
 class Measurer:
-    """Measures the units of traces, equal ones once, on the pipeline's first rank, which tells the others.
+    """Measures the units of traces, equal ones once.
 
     ::
 
@@ -48,14 +56,23 @@ class Measurer:
 
     Args:
         outcomes: of the traces to come.
-        first: whether this rank does the measuring. All ranks of the pipeline call ``measure`` as often.
+        once: runs the work it is given on one rank, and tells its result to all that measure together.
+        split: whether to measure the gradients of parameters by themselves, too.
+        enough: seconds of measuring one call, unless that takes too many runs.
     """
 
-    def __init__(self, outcomes: Outcomes, first: bool) -> None:
+    def __init__(
+        self,
+        outcomes: Outcomes,
+        once: Callable[[Callable[[], Any]], Any],
+        split: bool = False,
+        enough: float = 0.0,
+    ) -> None:
         self._outcomes = outcomes
-        self._first = first
+        self._once = once
+        self._split, self._enough = split, enough
         self._calls: dict[nn.Module, list[_Call]] = {}
-        self._times: dict[Any, tuple[float, float] | None] = {}
+        self._times: dict[Any, Times | None] = {}
         self._counted: dict[Any, float] = {}  # seconds, of the forward
 
     def __enter__(self) -> Measurer:
@@ -70,7 +87,15 @@ class Measurer:
         self._calls.setdefault(unit, []).append(_Call(unit, key, inputs, spec))
 
     def measure(self, seen: Explored) -> ModuleGraph:
-        """The graph of the trace that ran since the last call, with measured times.
+        """The graph of the trace that ran since the last call, with measured times."""
+        units = [
+            dataclasses.replace(unit, forward_seconds=times.forward, backward_seconds=times.backward)
+            for unit, times in zip(seen.graph.units, self.times(seen), strict=True)
+        ]
+        return dataclasses.replace(seen.graph, units=tuple(units), measured=True)
+
+    def times(self, seen: Explored) -> list[Times]:
+        """The times of each unit in the trace that ran since the last call, all its calls together.
 
         Glue that follows a unit has no time of its own to measure: its counted time is scaled like the units'.
         """
@@ -79,61 +104,91 @@ class Measurer:
         called = [calls[m][-u.calls :] for m, u in zip(seen.modules, seen.graph.units, strict=True)]
         traced = {c.key: self._outcomes.cost(c.key) for cs in called for c in cs}
         new = list({c.key: c for cs in called for c in cs if c.key not in self._times}.values())
-        found = [time_call(c.unit, c.inputs, c.spec) for c in new] if self._first else None
-        for call, times in zip(new, broadcast(found, CommGroup.PP_GROUP, src=0), strict=True):
+        for call, times in zip(new, self._once(functools.partial(self._time, new)), strict=True):
             self._times[call.key] = times
             self._counted[call.key] = traced[call.key].seconds
         scale = self._scale()
-        units = []
+        found = []
         for unit, cs in zip(seen.graph.units, called, strict=True):
             forward = scale * max(0.0, unit.forward_seconds - sum(traced[c.key].seconds for c in cs))
-            backward = 2 * forward
+            backward, weight = 2 * forward, 0.0
             for c in cs:
                 seconds = scale * self._counted[c.key]
-                f, b = self._times[c.key] or (seconds, 2 * seconds)
-                forward, backward = forward + f, backward + b
-            units.append(dataclasses.replace(unit, forward_seconds=forward, backward_seconds=backward))
+                of_call = self._times[c.key] or Times(seconds, 2 * seconds)
+                forward, backward = forward + of_call.forward, backward + of_call.backward
+                weight += of_call.weight
+            found.append(Times(forward, backward, weight))
         for call in new:
-            if (times := self._times[call.key]) is not None:  # programs take a backward for two forwards
-                self._outcomes.set_cost(call.key, dataclasses.replace(traced[call.key], seconds=sum(times) / 3))
-        return dataclasses.replace(seen.graph, units=tuple(units), measured=True)
+            if (measured := self._times[call.key]) is not None:  # programs take a backward for two forwards
+                seconds = (measured.forward + measured.backward) / 3
+                self._outcomes.set_cost(call.key, dataclasses.replace(traced[call.key], seconds=seconds))
+        return found
+
+    def _time(self, calls: Sequence[_Call]) -> list[Times | None]:
+        return [time_call(c.unit, c.inputs, c.spec, self._split, self._enough) for c in calls]
 
     def _scale(self) -> float:
         """Measured seconds per counted second, of the median unit: one that is slow for its own reasons says little."""
         ratios = [
-            sum(times) / (3 * self._counted[key])
+            (times.forward + times.backward) / (3 * self._counted[key])
             for key, times in self._times.items()
             if times is not None and self._counted[key] > 0
         ]
         return statistics.median(ratios) if ratios else 1.0
 
 
-def time_call(unit: nn.Module, inputs: tuple[torch.Tensor | Meta, ...], spec: tree.Spec) -> tuple[float, float] | None:
+def time_call(
+    unit: nn.Module,
+    inputs: tuple[torch.Tensor | Meta, ...],
+    spec: tree.Spec,
+    split: bool = False,
+    enough: float = 0.0,
+) -> Times | None:
     """Seconds of the forward and of the backward of one call, on random inputs; nothing of it stays in the unit.
+
+    Args:
+        unit, inputs, spec: the call.
+        split: whether to time a backward without the parameters, too.
+        enough: seconds to spend at least, in runs that are not too many.
 
     Returns:
         None if the unit does not run on such inputs.
     """
-    given = [_random(i) if isinstance(i, Meta) else i for i in inputs]
-    wanted = [t for t in (*given, *unit.parameters()) if t.requires_grad]
-    forwards, backwards = [], []
+    devices = {t.device for t in (*unit.parameters(), *inputs)}
     try:
-        with _undone(unit, given):
-            for _ in range(1 + _RUNS):
-                args, kwargs = tree.unflatten(spec, [g.clone() if g.requires_grad else g for g in given])
-                forward, result = _timed(functools.partial(unit, *args, **kwargs))
-                outputs = [t for t in tree.tensors(result) if t.grad_fn is not None]
-                grads = [torch.ones_like(t) for t in outputs]
-                backward = 0.0
-                if outputs and wanted:
-                    gradients = functools.partial(torch.autograd.grad, outputs, wanted, grads, allow_unused=True)
-                    backward, _ = _timed(gradients)
-                forwards.append(forward)
-                backwards.append(backward)
+        with torch.random.fork_rng(sorted(d.index for d in devices if d.type == "cuda")):
+            runs = _runs(unit, [_random(i) if isinstance(i, Meta) else i for i in inputs], spec, split, enough)
     except Exception as error:  # whatever the module does on numbers that mean nothing
         log.info("smpar: %s is not measured: %s", type(unit).__name__, error)
         return None
-    return statistics.median(forwards[1:]), statistics.median(backwards[1:])
+    return Times(*(statistics.median(values) for values in zip(*runs[1:], strict=True)))
+
+
+def _runs(unit: nn.Module, given: list[torch.Tensor], spec: tree.Spec, split: bool, enough: float) -> list[Times]:
+    sources = [t for t in given if t.requires_grad]
+    wanted = [*sources, *(p for p in unit.parameters() if p.requires_grad)]
+    runs: list[Times] = []
+    with _undone(unit, given):
+        start = time.perf_counter()
+        while len(runs) <= _RUNS or (len(runs) <= _MOST and time.perf_counter() - start < enough):
+            forward, backward = _run(unit, given, spec, wanted)
+            through = _run(unit, given, spec, sources)[1] if split and len(wanted) > len(sources) else backward
+            runs.append(Times(forward, backward, max(0.0, backward - through)))
+    return runs
+
+
+def _run(
+    unit: nn.Module, given: Sequence[torch.Tensor], spec: tree.Spec, wanted: Sequence[torch.Tensor]
+) -> tuple[float, float]:
+    """Seconds of a forward, and of a backward that gives the gradients of ``wanted``."""
+    args, kwargs = tree.unflatten(spec, [g.clone() if g.requires_grad else g for g in given])
+    forward, result = _timed(functools.partial(unit, *args, **kwargs))
+    outputs = [t for t in tree.tensors(result) if t.grad_fn is not None]
+    if not outputs or not wanted:
+        return forward, 0.0
+    grads = [torch.ones_like(t) for t in outputs]
+    backward, _ = _timed(functools.partial(torch.autograd.grad, outputs, wanted, grads, allow_unused=True))
+    return forward, backward
 
 
 def _random(meta: Meta) -> torch.Tensor:
@@ -161,16 +216,14 @@ def _wait_for_device() -> None:
 
 @contextlib.contextmanager
 def _undone(unit: nn.Module, given: list[torch.Tensor]) -> Iterator[None]:
-    """Put back the unit's buffers, attributes, gradients and the random state afterwards."""
+    """Put back the unit's buffers, attributes and gradients, and what the call writes into, afterwards."""
     snapshot = tree.Snapshot()
     for module in unit.modules():
         snapshot.add(module)
     kept = [(t, t.detach().clone()) for t in unit.buffers()]
     kept += [(t, t.detach().clone()) for t in given if not t.requires_grad]
-    devices = sorted({t.device.index for t in (*unit.parameters(), *given) if t.device.type == "cuda"})
     try:
-        with torch.random.fork_rng(devices):
-            yield
+        yield
     finally:
         snapshot.restore()
         with torch.no_grad():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from smpar.runtime.partitioning import Explored, close, expose, may_open, never_called, survey
 from smpar.stage.explorer import ValueNeeded
 from smpar.stage.layout import maximal_units
+from smpar.stage.split import Call
 from smpar.trace.fake import FakeRunner
 from smpar.trace.graph import ModuleGraph, parameter_bytes
 from smpar.trace.outcomes import Outcomes
@@ -48,7 +50,7 @@ def module_graph(model: nn.Module, *args: Any, **kwargs: Any) -> ModuleGraph:
         outcomes = _remembered[model] = Outcomes(FakeRunner(_device(model)))
     try:
         with torch.inference_mode(False), torch.enable_grad():
-            return _open_until_even(model, (args, kwargs), outcomes).graph
+            return open_until_even(run, ((model, *args), kwargs), model, outcomes).graph
     finally:
         outcomes.leaky.clear()
         outcomes.forget_keys()  # they hold modules, which would keep the model alive; and its modes may change
@@ -60,16 +62,22 @@ def _device(model: nn.Module) -> torch.device:
     return torch.device("cpu") if found.type == "meta" else found
 
 
-def _open_until_even(model: nn.Module, call: Any, outcomes: Outcomes) -> Explored:
+def open_until_even(fn: Callable[..., Any], call: Call, model: nn.Module, outcomes: Outcomes) -> Explored:
+    """Trace ``fn`` with ever more of the model's modules opened, until no unit is large.
+
+    Args:
+        fn: calls the model.
+        call: its arguments, positional ones and those by name.
+    """
     whole = {m for m in model.modules() if not may_open(m)}
     opened = _by_parameters(model, whole)
     glue_hooks: set[nn.Module] = set()
     while True:
         try:
-            seen = survey(_call, ((model, *call[0]), call[1]), model, outcomes, opened, glue_hooks)
+            seen = survey(fn, call, model, outcomes, opened, glue_hooks)
         except ValueNeeded as need:
             log.warning("smpar: %s needs a value while it runs: %s; it stays whole", type(model).__name__, str(need))
-            return survey(_call, ((model, *call[0]), call[1]), model, outcomes, set(), set())
+            return survey(fn, call, model, outcomes, set(), set())
         except Exception as error:
             if not (expose(outcomes.leaky, opened, glue_hooks, whole) or close(error, opened, whole)):
                 raise
@@ -99,5 +107,6 @@ def _by_parameters(model: nn.Module, whole: set[nn.Module]) -> set[nn.Module]:
         opened |= large
 
 
-def _call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def run(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call the model: the simplest step."""
     return model(*args, **kwargs)

@@ -275,7 +275,7 @@ class Pipeline:
         )
         with self._tracing("partitioning the model"), contextlib.ExitStack() as stack:
             if self.measure:
-                measurer = stack.enter_context(Measurer(self.outcomes, self.rank == 0))
+                measurer = stack.enter_context(Measurer(self.outcomes, self._first_tells))
                 goal = dataclasses.replace(goal, measure=measurer.measure)
             own = make_layout(fn, batch.calls[0], self.model, self.outcomes, goal)
         self.partitioned = own
@@ -283,6 +283,10 @@ class Pipeline:
             first = broadcast((own.layout.named(), own.graph, own.stage_of_unit), CommGroup.DP_GROUP, src=0)
             if self.world.axis_rank("dp"):
                 self.partitioned = Partitioned(Layout.follow(self.model, self.ranks, first[0]), *first[1:])
+
+    def _first_tells(self, work: Callable[[], Any]) -> Any:
+        """What ``work`` gives on the pipeline's first rank, on all of its ranks."""
+        return broadcast(work() if self.rank == 0 else None, CommGroup.PP_GROUP, src=0)
 
     def _plan(
         self, fn: Callable[..., Any], batch: Batch, look: Look, seeds: Sequence[int]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -117,8 +118,9 @@ def graph_of(program: MicrobatchProgram, layout: Layout) -> tuple[ModuleGraph, l
             calls[home] += 1
             shapes[home] = shapes[home] or tuple(program.metas[i].shape for i in event.outputs if i is not None)
     links = tuple(
-        Link(anchor[ident] or 0, tuple(sorted(targets)), program.metas[ident].nbytes)
+        Link(anchor[ident] or 0, tuple(sorted(targets)), meta.nbytes, math.prod(meta.shape), meta.requires_grad)
         for ident, targets in users.items()
+        for meta in [program.metas[ident]]
     )
     made_units = tuple(
         Unit(

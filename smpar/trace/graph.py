@@ -42,11 +42,18 @@ class Unit:
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """A tensor that units hand on: made by ``source``, used by ``targets`` (indices of units), of ``nbytes``."""
+    """A tensor that units hand on: made by ``source``, used by ``targets`` (indices of units).
+
+    Attributes:
+        nbytes, elements: of the tensor.
+        gradient: whether a gradient comes back.
+    """
 
     source: int
     targets: tuple[int, ...]
     nbytes: int
+    elements: int
+    gradient: bool
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""The command ``smpar``: one file for each of its commands, listed in `smpar.cli.main`."""

@@ -1,0 +1,56 @@
+"""Finds the command that was asked for, and loads no other: each starts as fast as what it imports.
+
+A command is a module of this package with ``arguments(parser)``, which adds its options, and ``run(options)``, which
+returns the exit status; its docstring is its help.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from smpar.errors import SmparError
+
+# Name, which is also the module's -> what it does, in the list of commands.
+COMMANDS = {
+    "probe": "measure the devices and links of a torchrun job, and write a cluster file",
+    "profile": "measure a model's layers on this device, and write a profile",
+}
+
+WRONG = 2  # exit status when something is wrong with what was given, as argparse has it
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        argv: its name and arguments; None takes the process's.
+
+    Returns:
+        the exit status. An error that smpar raises on purpose is printed without a traceback.
+    """
+    given = list(sys.argv[1:] if argv is None else argv)
+    width = max(map(len, COMMANDS))
+    listed = "\n".join(f"  {name:{width}}  {what}" for name, what in COMMANDS.items())
+    top = argparse.ArgumentParser(
+        "smpar",
+        description="Plan how a model trains on a cluster, and measure what a plan needs to know.",
+        epilog=f"commands:\n{listed}\n\nsmpar COMMAND --help tells more.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    top.add_argument("command", metavar="COMMAND", choices=COMMANDS)
+    name = top.parse_args(given[:1]).command
+    command = importlib.import_module(f"smpar.cli.{name}")
+    parser = argparse.ArgumentParser(
+        f"smpar {name}", description=command.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    command.arguments(parser)
+    options = parser.parse_args(given[1:])
+    try:
+        status: int = command.run(options)
+    except SmparError as error:
+        print(f"smpar {name}: {error}", file=sys.stderr)
+        return WRONG
+    return status

@@ -1,0 +1,134 @@
+"""Cuts for a placed strategy: what each stage's place can do, given to the exact partitioner `smpar.planner.stages`.
+
+Memory is kept as far as a sum over layers tells; the simulation has the last word on what fits.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+
+from smpar.planner.cost import CostModel
+from smpar.planner.network import FREE, Network, Way
+from smpar.planner.stages import Layers, Place, Tensor, find_cuts, least_excess
+from smpar.planner.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class Balanced:
+    """The best cuts.
+
+    Attributes:
+        cuts: as `Strategy.cuts`.
+        bound: seconds that the busiest rank computes in a step, at least.
+        excess: bytes by which a device's memory is missed; nothing that fits exists if it is above 0.
+    """
+
+    cuts: tuple[int, ...]
+    bound: float
+    excess: float = 0.0
+
+
+class Balancer:
+    """Cuts the layers of one model for strategies."""
+
+    def __init__(self, model: CostModel) -> None:
+        self.model = model
+        self._layers: dict[tuple[object, ...], Layers] = {}
+        self._found: dict[tuple[object, ...], Balanced] = {}
+
+    def cuts(self, strategy: Strategy) -> Balanced:
+        """The best cuts for a strategy; its own are not looked at.
+
+        Raises:
+            TooFewUnits: more stages than layers.
+        """
+        net = self.model.network(strategy.tp, strategy.pp, strategy.dp, strategy.devices)
+        places = self._places(strategy, net)
+        layers = self._chain(strategy)
+        key = id(layers), tuple(places), strategy.microbatches, strategy.ranks
+        found = self._found.get(key)
+        if found is None:
+            found = self._found[key] = self._cut(strategy, layers, places)
+        return found
+
+    def _cut(self, strategy: Strategy, layers: Layers, places: list[Place]) -> Balanced:
+        ranks = strategy.ranks if strategy.virtual_stages > 1 else ()
+        found = find_cuts(layers, places, strategy.microbatches, ranks)
+        if found is None:
+            missed = least_excess(layers, places, ranks)
+            return Balanced(missed.cuts, 0.0, missed.nbytes)
+        sums = [0.0] * strategy.pp
+        for rank, seconds in zip(strategy.ranks, found.stage_time, strict=True):
+            sums[rank] += seconds
+        return Balanced(found.cuts, strategy.microbatches * max(sums))
+
+    def _chain(self, strategy: Strategy) -> Layers:
+        """Layers as the partitioner sees them: one row of times for each device type of the profile."""
+        model, size = self.model, strategy.microbatch
+        again = bool(strategy.recompute)
+        shards = strategy.dp if strategy.shard_optimizer else 1
+        key = strategy.tp, size, again, shards
+        found = self._layers.get(key)
+        if found is None:
+            runtime, profile = model.runtime, model.profile
+            state = runtime.weight + runtime.gradient + runtime.optimizer / shards
+            usual = statistics.median(layer.transient for layer in profile.layers)
+            found = self._layers[key] = Layers(
+                [model.layer_seconds(name, strategy.tp, size, again) for name in self._types(strategy.tp)],
+                [
+                    model.flow.parameters_of(i, i + 1, strategy.tp) * state
+                    + max(0.0, layer.transient - usual) * size / strategy.tp
+                    for i, layer in enumerate(profile.layers)
+                ],
+                [model.flow.saved_of(i, i + 1, strategy.tp) * size for i in range(profile.size)],
+                [
+                    Tensor(t.source, after, t.elements * (1 + t.gradient) * runtime.message * size)
+                    for t in profile.tensors
+                    if (after := tuple(i for i in t.targets if i > t.source))
+                ],
+            )
+        return found
+
+    def _types(self, tp: int) -> list[str]:
+        return [name for name in self.model.profile.devices if tp in self.model.profile.degrees(name)]
+
+    def _places(self, strategy: Strategy, net: Network) -> list[Place]:
+        model, ranks = self.model, strategy.ranks
+        names = self._types(strategy.tp)
+        usual = statistics.median(layer.transient for layer in model.profile.layers)
+        transient = usual * strategy.microbatch / strategy.tp
+        kept = model.flow.mean_boundary * model.runtime.message * strategy.microbatch
+        places = []
+        for stage, rank in enumerate(ranks):
+            way = FREE
+            if model.runtime.blocking and stage and ranks[stage - 1] != rank:
+                way = _worst(net, ranks[stage - 1], rank, strategy.pp)
+            held = in_flight(strategy, rank)
+            again = strategy.recomputes(stage)
+            places.append(
+                Place(
+                    names.index(model.slowest(net.types[rank], strategy.tp)),
+                    way.per_byte,
+                    2 * way.latency,
+                    1.0 if again else held,
+                    transient + (held * kept if again else 0.0),
+                    max(0.0, net.limits[rank]),
+                )
+            )
+        return places
+
+
+def in_flight(strategy: Strategy, rank: int) -> float:
+    """Microbatches whose activations a stage of this rank holds at once, at most (see `smpar.schedule.chains`)."""
+    p, v, m = strategy.pp, strategy.virtual_stages, strategy.microbatches
+    if strategy.schedule in ("1f1b", "interleaved"):
+        return min(m, p - rank)
+    if strategy.schedule == "interleaved_1f1b":
+        return min(m, (2 * (p - 1 - rank) + (v - 1) * p + 1) / v)
+    return min(m, p) if strategy.schedule in ("zb", "zbv") else m
+
+
+def _worst(net: Network, source: int, target: int, size: int) -> Way:
+    ways = [replica.ways[source if target == (source + 1) % size else target] for replica in net.replicas]
+    return max(ways, key=lambda way: (way.per_byte, way.latency))

@@ -1,0 +1,223 @@
+"""Plans: the best strategies found, what each costs, why the others lost; and the file that a run reads.
+
+A plan file is JSON: the strategy, the model's layers by name, the cluster, and the prediction::
+
+    {"smpar_plan": 1, "strategy": {...}, "layers": ["wte", "h.0", ...], "cluster": {...}, "prediction": {...}}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from smpar.errors import PlanFileError, SmparError
+from smpar.planner.cluster import Cluster
+from smpar.planner.cost import CostModel, Prediction, Stage
+from smpar.planner.strategy import Strategy
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A strategy for a model on a cluster, and what it is predicted to cost.
+
+    Attributes:
+        layers: names of the model's units, in order; stage k holds those from ``strategy.cuts[k]`` on.
+        why: what it loses against the best plan, in words; empty for the best.
+    """
+
+    strategy: Strategy
+    prediction: Prediction
+    layers: tuple[str, ...]
+    cluster: Cluster
+    why: str = ""
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.strategy.global_batch / self.prediction.seconds
+
+    @property
+    def stage_of_layer(self) -> tuple[int, ...]:
+        """Layer -> stage."""
+        return tuple(sum(i >= cut for cut in self.strategy.cuts) - 1 for i in range(len(self.layers)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON; `from_dict` reads it back."""
+        return {
+            "smpar_plan": VERSION,
+            "strategy": asdict(self.strategy),
+            "layers": list(self.layers),
+            "cluster": self.cluster.to_dict(),
+            "prediction": asdict(self.prediction),
+            "why": self.why,
+        }
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON, for ``smpar.init(path)``."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+
+    @classmethod
+    def from_dict(cls, given: Any) -> Plan:
+        """Read what `to_dict` gave.
+
+        Raises:
+            PlanFileError: it is no plan, or of another version.
+        """
+        if not isinstance(given, Mapping) or given.get("smpar_plan") != VERSION:
+            found = (
+                given.get("smpar_plan", "no key `smpar_plan`") if isinstance(given, Mapping) else type(given).__name__
+            )
+            raise PlanFileError(f"a plan is a JSON object with `smpar_plan`: {VERSION}", f"{found}", _FIX)
+        try:
+            predicted = dict(given["prediction"])
+            predicted["stages"] = tuple(Stage(**_tuples(stage)) for stage in predicted["stages"])
+            return cls(
+                _checked(Strategy(**_tuples(given["strategy"])), len(given["layers"])),
+                Prediction(**_tuples(predicted)),
+                tuple(given["layers"]),
+                Cluster.from_dict(given["cluster"]),
+                str(given.get("why", "")),
+            )
+        except (KeyError, TypeError) as error:
+            raise PlanFileError("a plan file has all its parts", f"{type(error).__name__}: {error}", _FIX) from None
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> Plan:
+        """Read a file that `save` wrote.
+
+        Raises:
+            PlanFileError: no such file, no JSON, or no plan.
+        """
+        try:
+            given = json.loads(Path(path).read_text())
+        except (OSError, ValueError) as error:
+            raise PlanFileError("a plan is a JSON file", f"{path}: {error}", _FIX) from None
+        return cls.from_dict(given)
+
+
+_FIX = "write one with `smpar plan ... -o plan.json`"
+
+
+@dataclass(frozen=True)
+class Plans(Sequence[Plan]):
+    """The best plans of a search, the best one first.
+
+    Attributes:
+        plans: by predicted seconds.
+        counts: how many candidates came to which end: "simulated", "bounded" (cannot be faster than those found),
+            "too large" (fit no memory).
+        frontier: for each number of devices, the best seconds found with so many.
+        seconds: that the search took.
+        complete: False if it was interrupted.
+    """
+
+    plans: tuple[Plan, ...]
+    counts: Mapping[str, int]
+    frontier: Mapping[int, float]
+    seconds: float
+    complete: bool = True
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.plans[index]
+
+    def __len__(self) -> int:
+        return len(self.plans)
+
+    def __iter__(self) -> Iterator[Plan]:
+        return iter(self.plans)
+
+    @property
+    def best(self) -> Plan:
+        return self.plans[0]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "plans": [plan.to_dict() for plan in self.plans],
+            "counts": dict(self.counts),
+            "frontier": {str(devices): seconds for devices, seconds in self.frontier.items()},
+            "search_seconds": self.seconds,
+            "complete": self.complete,
+        }
+
+
+def explain(model: CostModel, best: Plan, other: Plan) -> str:
+    """Why `other` is slower than `best`: the part of its step that costs most of the difference.
+
+    The parts of a step: balanced computing (the same work spread evenly), imbalance (what the busiest rank does more
+    than that), waiting (bubble and transfers), reduction, optimizer.
+    """
+    mine, theirs = parts(model, best), parts(model, other)
+    excess = other.prediction.seconds - best.prediction.seconds
+    if excess <= 0.0:
+        return ""
+    name = max(mine, key=lambda part: theirs[part] - mine[part])
+    return (
+        f"+{100 * excess / best.prediction.seconds:.1f} %: {_WORDS[name]} "
+        f"{_milli(theirs[name])} against {_milli(mine[name])}"
+    )
+
+
+def parts(model: CostModel, plan: Plan) -> dict[str, float]:
+    """Seconds of a plan's step by cause; they add up to the whole."""
+    prediction = plan.prediction
+    busy = model.busy(plan.strategy)
+    even, most = sum(busy) / len(busy), max(busy)
+    return {
+        "computing": even,
+        "balance": most - even,
+        "waiting": prediction.pipeline - most,
+        "reduction": prediction.reduction,
+        "optimizer": prediction.seconds - prediction.pipeline - prediction.reduction,
+    }
+
+
+_WORDS = {
+    "computing": "computing takes",
+    "balance": "uneven stages cost",
+    "waiting": "bubble and transfers cost",
+    "reduction": "reducing gradients costs",
+    "optimizer": "the optimizer's step takes",
+}
+
+
+def _milli(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"
+
+
+def _tuples(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
+
+
+def _checked(strategy: Strategy, layers: int) -> Strategy:
+    """A strategy whose parts fit together.
+
+    Raises:
+        PlanFileError: they do not.
+    """
+    cuts = strategy.cuts
+    try:
+        good = (
+            len(cuts) == len(strategy.ranks) and cuts[0] == 0 and list(cuts) == sorted(set(cuts)) and cuts[-1] < layers
+        )
+    except SmparError as error:
+        raise PlanFileError(error.rule, error.values, error.fix) from None
+    if not good:
+        raise PlanFileError(
+            "a plan cuts its layers into as many stages as its degrees say, from 0 on, ascending",
+            f"cuts {cuts} of {layers} layers for {strategy.stages} stages",
+            _FIX,
+        )
+    if len(set(strategy.devices)) != strategy.tp * strategy.pp * strategy.dp or len(strategy.devices) != len(
+        set(strategy.devices)
+    ):
+        raise PlanFileError(
+            "a plan has one device for each place of its degrees",
+            f"{len(set(strategy.devices))} different devices for {strategy.tp} x {strategy.pp} x {strategy.dp}",
+            _FIX,
+        )
+    return strategy

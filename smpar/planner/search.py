@@ -1,0 +1,295 @@
+"""The search: all degrees in the order of what they take at least; cuts, prediction, and a look around the best.
+
+::
+
+    degrees, by lower bound ──▶ placements x schedules ──▶ exact cuts ──▶ simulate ──▶ keep the best
+         stop: the bound is above all kept       too large: shard, recompute        then: move cuts, recompute less
+
+The lower bound is the work of all microbatches spread over the fastest devices, without bubbles, messages and
+reductions: what it cuts off cannot be among the best.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from smpar.errors import PlanError, TooFewUnits
+from smpar.planner.balance import Balancer
+from smpar.planner.cost import CostModel, Prediction
+from smpar.planner.plans import Plan, Plans, explain
+from smpar.planner.space import Constraints, Degrees, degrees, placements, schedules
+from smpar.planner.strategy import Strategy
+
+Progress = Callable[[int, int, float], None]
+"""Called now and then with: degrees done, degrees in all, best seconds so far (infinity before the first)."""
+
+_REFINED = 3  # of the best strategies, whose cuts are moved to and fro
+
+
+def search(
+    model: CostModel,
+    global_batch: int,
+    constraints: Constraints | None = None,
+    keep: int = 10,
+    progress: Progress | None = None,
+) -> Plans:
+    """The best strategies for a model on a cluster (AMP, arXiv 2210.07297, section 4, with a simulation as its cost).
+
+    Args:
+        model: of profile, cluster and runtime.
+        global_batch: samples of a step.
+        constraints: what is allowed; None: everything.
+        keep: how many plans to return at most.
+        progress: told how far it is.
+
+    Returns:
+        At least one plan. Interrupted (``KeyboardInterrupt``) with a plan found, the best so far.
+
+    Raises:
+        PlanError: nothing is allowed, or nothing fits: by how much, and what would help.
+    """
+    if isinstance(global_batch, bool) or not isinstance(global_batch, int) or global_batch < 1:
+        raise PlanError(
+            "the global batch is a whole number of samples, 1 or more", f"{global_batch!r}", "global_batch=32"
+        )
+    return _Search(model, global_batch, constraints or Constraints(), keep, progress).run()
+
+
+@dataclass(frozen=True)
+class _Found:
+    strategy: Strategy
+    prediction: Prediction
+
+    @property
+    def seconds(self) -> float:
+        return self.prediction.seconds
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Of strategies that differ in placement, cuts and thrift only, one is kept."""
+        s = self.strategy
+        return s.tp, s.pp, s.dp, s.microbatch, s.schedule, s.virtual_stages
+
+
+class _Search:
+    def __init__(
+        self, model: CostModel, global_batch: int, constraints: Constraints, keep: int, progress: Progress | None
+    ) -> None:
+        self.model, self.batch, self.constraints, self.keep, self.progress = (
+            model, global_batch, constraints, keep, progress,
+        )  # fmt: skip
+        self.balancer = Balancer(model)
+        self.best: dict[tuple[object, ...], _Found] = {}
+        self.worst_kept = float("inf")
+        self.counts: Counter[str] = Counter()
+        self.frontier: dict[int, float] = {}
+        self.nearest: tuple[float, Strategy, Prediction | None] | None = None  # of those too large, the least excess
+
+    def run(self) -> Plans:
+        started = time.perf_counter()
+        cases = sorted(((self._bound(d), i, d) for i, d in enumerate(self._degrees())), key=lambda case: case[:2])
+        if not cases:
+            raise self._nothing_allowed()
+        complete = True
+        try:
+            for number, (bound, _, case) in enumerate(cases):
+                if self.progress is not None:
+                    self.progress(
+                        number, len(cases), min((f.seconds for f in self.best.values()), default=float("inf"))
+                    )
+                if bound >= self.worst_kept:
+                    self.counts["bounded"] += len(cases) - number
+                    break
+                self._try(case)
+            self._refine()
+        except KeyboardInterrupt:
+            if not self.best:
+                raise
+            complete = False
+        if not self.best:
+            raise self._too_large()
+        ranked = sorted(self.best.values(), key=lambda found: found.seconds)[: self.keep]
+        names = tuple(layer.name for layer in self.model.profile.layers)
+        plans = [Plan(f.strategy, f.prediction, names, self.model.cluster) for f in ranked]
+        told = [replace(plan, why=explain(self.model, plans[0], plan)) for plan in plans]
+        return Plans(
+            tuple(told), dict(self.counts), dict(sorted(self.frontier.items())), time.perf_counter() - started, complete
+        )
+
+    # -- candidates -----------------------------------------------------------------------------
+
+    def _degrees(self) -> Iterator[Degrees]:
+        profile, cluster = self.model.profile, self.model.cluster
+        tensor = {tp for node in cluster.nodes for tp in profile.degrees(node.device)}
+        tensor = tensor if self.model.runtime.tensor else tensor & {1}
+        return degrees(cluster, profile.size, tuple(tensor), self.batch, self.constraints)
+
+    def _bound(self, case: Degrees) -> float:
+        """Seconds that a step takes at least."""
+        speeds = sorted(self._speeds(case.tp, case.microbatch), reverse=True)
+        used, left = 0.0, case.pp * case.dp
+        for speed, slots in speeds:
+            taken = min(slots, left)
+            used, left = used + taken * speed, left - taken
+        return case.dp * case.microbatches / used if used else float("inf")
+
+    def _speeds(self, tp: int, microbatch: int) -> list[tuple[float, int]]:
+        """By device type: microbatches per second of a group of `tp` that holds the whole model; number of groups."""
+        slots: Counter[str] = Counter()
+        for node in self.model.cluster.nodes:
+            if tp in self.model.profile.degrees(node.device):
+                slots[node.device] += node.count // tp
+        result = []
+        for name, count in slots.items():
+            rows = self.model.rows(name, tp, microbatch)
+            whole = float(rows.forward[-1] + rows.backward[-1])
+            result.append((1.0 / whole if whole > 0.0 else float("inf"), count))
+        return result
+
+    def _try(self, case: Degrees) -> None:
+        speeds = {name: 1.0 / self._whole(name, case) for name in self._types(case.tp)}
+        known = {node.device for node in self.model.cluster.nodes}
+        for devices in placements(
+            self.model.cluster, case.tp, case.pp, case.dp, {n: speeds.get(n, 0.0) for n in known}
+        ):
+            used = {self.model.cluster.type_of(device).name for device in devices}
+            if not used <= speeds.keys():
+                continue
+            for name, virtual in schedules(
+                case.pp, self.model.profile.size, self.constraints, self.model.runtime.schedules
+            ):
+                self._try_thrift(case, devices, name, virtual)
+
+    def _types(self, tp: int) -> list[str]:
+        return [name for name in self.model.profile.devices if tp in self.model.profile.degrees(name)]
+
+    def _whole(self, name: str, case: Degrees) -> float:
+        rows = self.model.rows(name, case.tp, case.microbatch)
+        return max(float(rows.forward[-1] + rows.backward[-1]), 1e-300)
+
+    def _try_thrift(self, case: Degrees, devices: tuple[int, ...], name: str, virtual: int) -> None:
+        """Without saving memory, if that fits; else by the cheapest means that do."""
+        for recompute in ("none", "full"):
+            if recompute == "full" and not self.model.runtime.recomputes:
+                continue
+            if not self.constraints.allows("recompute", recompute):
+                continue
+            fitting = False
+            for shard in (False, True) if case.dp > 1 and self.model.runtime.shards else (False,):
+                if self.constraints.allows("shard_optimizer", shard):
+                    fitting |= self._evaluate(case, devices, name, virtual, recompute == "full", shard)
+            if fitting:
+                return
+
+    def _evaluate(
+        self, case: Degrees, devices: tuple[int, ...], name: str, virtual: int, recompute: bool, shard: bool
+    ) -> bool:
+        """Predict one strategy and keep it if it is good; whether it fits."""
+        stages = case.pp * virtual
+        strategy = Strategy(
+            case.tp, case.pp, case.dp, case.microbatch, case.microbatches, name, virtual,
+            tuple(range(stages)), devices, (recompute,) * stages if recompute else (), shard,
+        )  # fmt: skip
+        try:
+            cuts = self.balancer.cuts(strategy)
+        except TooFewUnits:
+            return True
+        if cuts.excess > 0.0:
+            self._missed(cuts.excess, strategy, None)
+            return False
+        if cuts.bound >= self.worst_kept:
+            self.counts["bounded"] += 1
+            return True
+        return self._consider(replace(strategy, cuts=cuts.cuts))
+
+    def _consider(self, strategy: Strategy) -> bool:
+        prediction = self.model.predict(strategy)
+        self.counts["simulated"] += 1
+        if not prediction.fits:
+            self._missed(prediction.excess, strategy, prediction)
+            return False
+        found = _Found(strategy, prediction)
+        devices = len(strategy.devices)
+        self.frontier[devices] = min(self.frontier.get(devices, float("inf")), found.seconds)
+        before = self.best.get(found.kind)
+        if before is None or found.seconds < before.seconds:
+            self.best[found.kind] = found
+            if len(self.best) >= self.keep:
+                self.worst_kept = heapq.nsmallest(self.keep, (f.seconds for f in self.best.values()))[-1]
+        return True
+
+    def _missed(self, excess: float, strategy: Strategy, prediction: Prediction | None) -> None:
+        self.counts["too large"] += 1
+        if self.nearest is None or excess < self.nearest[0]:
+            self.nearest = excess, strategy, prediction
+
+    # -- a look around --------------------------------------------------------------------------
+
+    def _refine(self) -> None:
+        """Move single cuts of the best strategies, and recompute less, as long as that helps."""
+        for found in sorted(self.best.values(), key=lambda f: f.seconds)[:_REFINED]:
+            here = found
+            while (better := self._neighbour(here)) is not None:
+                here = better
+            self.best[here.kind] = here
+
+    def _neighbour(self, found: _Found) -> _Found | None:
+        for strategy in (*self._less_recomputing(found.strategy), *self._moved(found.strategy)):
+            prediction = self.model.predict(strategy)
+            if prediction.fits and prediction.seconds < found.seconds * (1 - 1e-9):
+                return _Found(strategy, prediction)
+        return None
+
+    def _less_recomputing(self, strategy: Strategy) -> Iterator[Strategy]:
+        if not self.constraints.allows("recompute", "none"):
+            return
+        for stage in reversed(range(strategy.stages)):
+            if strategy.recomputes(stage):
+                flags = tuple(flag and s != stage for s, flag in enumerate(strategy.recompute))
+                yield replace(strategy, recompute=flags if any(flags) else ())
+
+    def _moved(self, strategy: Strategy) -> Iterator[Strategy]:
+        cuts, size = strategy.cuts, self.model.profile.size
+        for place in range(1, len(cuts)):
+            for step in (-1, 1):
+                moved = (*cuts[:place], cuts[place] + step, *cuts[place + 1 :])
+                end = moved[place + 1] if place + 1 < len(moved) else size
+                if moved[place - 1] < moved[place] < end:
+                    yield replace(strategy, cuts=moved)
+
+    # -- nothing found --------------------------------------------------------------------------
+
+    def _nothing_allowed(self) -> PlanError:
+        cluster, profile = self.model.cluster, self.model.profile
+        known: Mapping[str, tuple[int, ...]] = {name: profile.degrees(name) for name in profile.devices}
+        return PlanError(
+            "some degrees keep the constraints: tp x pp x dp devices, a batch that dp and the microbatch divide, at "
+            "least a layer for each stage, and times in the profile for the device types and tensor-parallel degrees",
+            f"constraints: {self.constraints}; {cluster.size} devices of {sorted({n.device for n in cluster.nodes})}, "
+            f"global batch {self.batch}, {profile.size} layers, times for {known}",
+            "relax the constraints, change the global batch, or profile the model on these devices",
+        )
+
+    def _too_large(self) -> PlanError:
+        if self.nearest is None:
+            return self._nothing_allowed()
+        excess, strategy, _ = self.nearest
+        return PlanError(
+            "a plan fits into the memory of its devices",
+            f"none of {self.counts['too large']} does; the nearest ({strategy}) lacks {excess / 2**30:.2f} GiB on one",
+            self._help(),
+        )
+
+    def _help(self) -> str:
+        ways = ["more devices or larger ones", "tensor parallelism"]
+        if not self.constraints.allows("recompute", "full"):
+            ways.insert(0, 'allow recompute "full"')
+        if not self.constraints.allows("shard_optimizer", True):
+            ways.insert(0, "allow shard_optimizer")
+        if self.constraints.microbatch is not None and min(self.constraints.microbatch) > 1:
+            ways.insert(0, "allow smaller microbatches")
+        return "; or ".join(ways)

@@ -1,0 +1,1 @@
+"""What machines and models really take: links, devices, layers, measured where they are."""
