@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 
-from smpar.emulate.emulation import Emulation, fastest
+from smpar.emulate.emulation import Emulation, Tied, fastest
 from smpar.emulate.predict import predicted
 from smpar.emulate.processes import Emulator
 from smpar.planner.pipeline import Pipeline
@@ -41,8 +41,9 @@ def trial(
         pipelines.append(_slower(pipelines[0], 1 + replica * uneven / 3))
     stages = len(pipelines[0].ranks)
     reduction = tuple(FORWARD * rng.uniform(0.5, 2) for _ in range(stages)) if replicas > 1 else ()
-    optimizer = tuple(FORWARD * rng.uniform(0, 0.5) for _ in range(stages))
-    return Emulation(schedule, microbatches, tuple(pipelines), reduction, optimizer)
+    optimizer = tuple(FORWARD * rng.uniform(0, 0.5) for _ in range(size))
+    tied = (Tied((0, stages - 1), FORWARD * rng.uniform(0, 1)),) if replicas > 1 else ()
+    return Emulation(schedule, microbatches, tuple(pipelines), reduction, optimizer, tied)
 
 
 def trials(processes: int, rng: random.Random) -> Iterator[Emulation]:

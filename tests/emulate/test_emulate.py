@@ -16,7 +16,7 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from smpar.emulate import Emulation, Emulator, fastest, predicted
+from smpar.emulate import Emulation, Emulator, Tied, fastest, predicted
 from smpar.emulate.trials import SCHEDULES, executed_error, trial
 from smpar.errors import EmulationError, EmulationFailed
 from smpar.planner.pipeline import Pipeline
@@ -101,6 +101,26 @@ def test_a_reduction_waits_for_the_slowest_replica_and_overlaps_the_rest(emulato
     executed = fastest(emulator.run(both, steps=4))
     for ends in executed.ends:
         assert ends == pytest.approx(step.ends[0], abs=0.015)
+
+
+def test_a_tied_parameter_is_complete_when_its_last_stage_has_its_part(emulator: Emulator) -> None:
+    """Stage 1 waits for stage 0, and both for their sum.
+
+    rank 0   |0F0 |             |0B0     |tied  |reduce 0    |
+    rank 1        |1F0 |1B0     |    ... |tied  |reduce 1|
+    """
+    tied = replace(two_ranks(microbatches=1), reduction=(0.05, 0.02), tied=(Tied((0, 1), 0.03),))
+    assert predicted(tied).ends[0] == pytest.approx((0.12 + 0.03 + 0.05, 0.12 + 0.03 + 0.02))
+    executed = fastest(emulator.run(tied, steps=4))
+    assert executed.ends[0] == pytest.approx(predicted(tied).ends[0], abs=0.015)
+
+
+def test_times_scale(seed: int) -> None:
+    rng = random.Random(seed)
+    plan = trial(rng, rng.choice(SCHEDULES), rng.randint(2, 4), replicas=2)
+    factor = rng.uniform(0.1, 10)
+    assert predicted(plan.scaled(factor)).seconds == pytest.approx(factor * predicted(plan).seconds)
+    assert predicted(plan).scaled(factor).seconds == pytest.approx(factor * predicted(plan).seconds)
 
 
 def test_without_links_predictions_are_those_of_the_schedule_room(seed: int) -> None:
@@ -226,6 +246,9 @@ def test_numbers_that_contradict_each_other_are_refused(emulator: Emulator) -> N
         lambda: replace(plan, pipelines=(pipeline, pipeline)),
         lambda: replace(plan, optimizer=(0.1,)),
         lambda: replace(plan, optimizer=(0.1, float("nan"))),
+        lambda: replace(plan, reduction=(0.1, 0.1), tied=(Tied((0, 2), 0.1),)),
+        lambda: replace(plan, tied=(Tied((0, 1), 0.1),)),
+        lambda: plan.scaled(0.0),
         lambda: replace(plan, pipelines=(replace(pipeline, ranks=(0, 2)),)),
         lambda: emulator.run(plan, steps=0),
     ):
