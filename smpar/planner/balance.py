@@ -21,12 +21,10 @@ class Balanced:
     Attributes:
         cuts: as `Strategy.cuts`.
         bound: seconds that the busiest rank computes in a step, at least.
-        excess: bytes by which a device's memory is missed; nothing that fits exists if it is above 0.
     """
 
     cuts: tuple[int, ...]
     bound: float
-    excess: float = 0.0
 
 
 class Balancer:
@@ -35,10 +33,10 @@ class Balancer:
     def __init__(self, model: CostModel) -> None:
         self.model = model
         self._layers: dict[tuple[object, ...], Layers] = {}
-        self._found: dict[tuple[object, ...], Balanced] = {}
+        self._found: dict[tuple[object, ...], Balanced | None] = {}
 
-    def cuts(self, strategy: Strategy) -> Balanced:
-        """The best cuts for a strategy; its own are not looked at.
+    def cuts(self, strategy: Strategy) -> Balanced | None:
+        """The best cuts for a strategy, whose own are not looked at; None if no cuts keep within the memory.
 
         Raises:
             TooFewUnits: more stages than layers.
@@ -47,17 +45,20 @@ class Balancer:
         places = self._places(strategy, net)
         layers = self._chain(strategy)
         key = id(layers), tuple(places), strategy.microbatches, strategy.ranks
-        found = self._found.get(key)
-        if found is None:
-            found = self._found[key] = self._cut(strategy, layers, places)
-        return found
+        if key not in self._found:
+            self._found[key] = self._cut(strategy, layers, places)
+        return self._found[key]
 
-    def _cut(self, strategy: Strategy, layers: Layers, places: list[Place]) -> Balanced:
-        ranks = strategy.ranks if strategy.virtual_stages > 1 else ()
-        found = find_cuts(layers, places, strategy.microbatches, ranks)
+    def excess(self, strategy: Strategy) -> float:
+        """Bytes that the fullest device lacks, under the cuts that spread memory best."""
+        net = self.model.network(strategy.tp, strategy.pp, strategy.dp, strategy.devices)
+        return least_excess(self._chain(strategy), self._places(strategy, net)).nbytes
+
+    def _cut(self, strategy: Strategy, layers: Layers, places: list[Place]) -> Balanced | None:
+        assert strategy.virtual_stages == 1
+        found = find_cuts(layers, places, strategy.microbatches)
         if found is None:
-            missed = least_excess(layers, places, ranks)
-            return Balanced(missed.cuts, 0.0, missed.nbytes)
+            return None
         sums = [0.0] * strategy.pp
         for rank, seconds in zip(strategy.ranks, found.stage_time, strict=True):
             sums[rank] += seconds

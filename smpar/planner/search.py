@@ -87,7 +87,7 @@ class _Search:
         self.worst_kept = float("inf")
         self.counts: Counter[str] = Counter()
         self.frontier: dict[int, float] = {}
-        self.nearest: tuple[float, Strategy, Prediction | None] | None = None  # of those too large, the least excess
+        self.nearest: tuple[float, Strategy] | None = None  # of those too large, the one that lacks least
 
     def run(self) -> Plans:
         started = time.perf_counter()
@@ -198,8 +198,8 @@ class _Search:
             cuts = self.balancer.cuts(strategy)
         except TooFewUnits:
             return True
-        if cuts.excess > 0.0:
-            self._missed(cuts.excess, strategy, None)
+        if cuts is None:
+            self._missed(strategy, None)
             return False
         if cuts.bound >= self.worst_kept:
             self.counts["bounded"] += 1
@@ -210,7 +210,7 @@ class _Search:
         prediction = self.model.predict(strategy)
         self.counts["simulated"] += 1
         if not prediction.fits:
-            self._missed(prediction.excess, strategy, prediction)
+            self._missed(strategy, prediction)
             return False
         found = _Found(strategy, prediction)
         devices = len(strategy.devices)
@@ -222,10 +222,13 @@ class _Search:
                 self.worst_kept = heapq.nsmallest(self.keep, (f.seconds for f in self.best.values()))[-1]
         return True
 
-    def _missed(self, excess: float, strategy: Strategy, prediction: Prediction | None) -> None:
+    def _missed(self, strategy: Strategy, prediction: Prediction | None) -> None:
         self.counts["too large"] += 1
+        if self.best:  # nobody will ask by how much
+            return
+        excess = prediction.excess if prediction is not None else self.balancer.excess(strategy)
         if self.nearest is None or excess < self.nearest[0]:
-            self.nearest = excess, strategy, prediction
+            self.nearest = excess, strategy
 
     # -- a look around --------------------------------------------------------------------------
 
@@ -277,7 +280,7 @@ class _Search:
     def _too_large(self) -> PlanError:
         if self.nearest is None:
             return self._nothing_allowed()
-        excess, strategy, _ = self.nearest
+        excess, strategy = self.nearest
         return PlanError(
             "a plan fits into the memory of its devices",
             f"none of {self.counts['too large']} does; the nearest ({strategy}) lacks {excess / 2**30:.2f} GiB on one",
