@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from smpar.errors import EmulationError
 from smpar.planner.pipeline import Pipeline, Timeline, simulate_named
+from smpar.planner.plans import Plan
 from smpar.schedule import Kind, Schedule, Timed, make_schedule
 
 
@@ -93,6 +94,43 @@ class Emulation:
             if pipeline not in made:
                 made[pipeline] = make_schedule(self.schedule, pipeline.program, self.microbatches)
         return tuple(made[pipeline] for pipeline in self.pipelines)
+
+    @classmethod
+    def of(cls, plan: Plan) -> Emulation:
+        """A plan's step.
+
+        Raises:
+            EmulationError: the plan does not say what its step is made of, or that does not go with its strategy.
+        """
+        strategy, parts = plan.strategy, plan.parts
+        if parts is None:
+            raise EmulationError(
+                "a plan that is simulated says what its step is made of",
+                "no `parts`",
+                "let `smpar plan` write it again",
+            )
+        if len(parts.kinds) != strategy.dp or parts.pipelines[0].ranks != strategy.ranks:
+            found = f"{len(parts.kinds)} replicas of stages on ranks {parts.pipelines[0].ranks}, for {strategy}"
+            raise EmulationError("a plan's parts are those of its strategy", found, "let `smpar plan` write it again")
+        reduces = strategy.dp > 1 or bool(parts.tied)
+        return cls(
+            strategy.schedule,
+            strategy.microbatches,
+            tuple(parts.pipelines[kind] for kind in parts.kinds),
+            parts.reductions if reduces else (),
+            parts.steps,
+            tuple(Tied(stages, seconds) for stages, seconds in parts.tied),
+        )
+
+    @property
+    def kernel(self) -> float:
+        """Mean seconds of a stage's forward or backward."""
+        pipelines = self.pipelines
+        return sum(sum(p.forward) + sum(p.backward) for p in pipelines) / (2 * self.stages * len(pipelines))
+
+    def first(self, replicas: int) -> Emulation:
+        """The same with the first replicas only, each of which reduces as long."""
+        return replace(self, pipelines=self.pipelines[:replicas])
 
     def scaled(self, factor: float) -> Emulation:
         """The same with all times so many times as long: kernels of 10 ms and more outlast what a machine delays them.

@@ -15,7 +15,8 @@ def predicted(emulation: Emulation) -> Step:
         ScheduleError: it does not go with the stages' ranks.
         NativeMissing: smpar was not installed, only found.
     """
-    actions = tuple(_timed(timeline) for timeline in emulation.timelines)
+    kinds = {id(timeline): _timed(timeline) for timeline in emulation.timelines}
+    actions = tuple(kinds[id(timeline)] for timeline in emulation.timelines)
     done = [_free(emulation, replica, timed) for replica, timed in enumerate(actions)]
     for rank, step in enumerate(emulation.optimizer or (0.0,) * emulation.size):
         reduced = 0.0

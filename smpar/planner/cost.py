@@ -22,6 +22,7 @@ import numpy.typing as npt
 from smpar.planner.cluster import Cluster
 from smpar.planner.hardware import SMPAR, Runtime
 from smpar.planner.network import FREE, Network, Replica, network, ring_seconds
+from smpar.planner.parts import Parts
 from smpar.planner.pipeline import Pipeline, Timeline, simulate_named
 from smpar.planner.profile import Profile, Seconds
 from smpar.planner.strategy import Strategy
@@ -157,6 +158,14 @@ class CostModel:
         lines = [simulate_named(p, strategy.schedule, strategy.microbatches) for p in case.pipelines]
         return [max(line.busy[rank] for line in lines) for rank in range(strategy.pp)]
 
+    def parts(self, strategy: Strategy) -> Parts:
+        """What the strategy's step is made of, for those who execute it.
+
+        Raises:
+            ProfileError: as for `predict`.
+        """
+        return _Case(self, strategy).parts()
+
     def timeline(self, strategy: Strategy) -> Timeline:
         """The simulated pipeline of the slowest kind of replica, with all its actions."""
         case = _Case(self, strategy)
@@ -267,20 +276,14 @@ class _Case:
         lines = [simulate_named(p, strategy.schedule, strategy.microbatches) for p in self.pipelines]
         ends = [max(line.last_backward[s] for line in lines) for s in range(strategy.stages)]
         end = max(line.seconds for line in lines)
-        reductions = [
-            self.parameters[s] * runtime.reduced * net.reduction[self.ranks[s]] for s in range(strategy.stages)
-        ]
+        reductions = self._reductions()
         ends = self._tied(ends)
         done = [0.0] * strategy.pp
         for stage in sorted(range(strategy.stages), key=ends.__getitem__):  # a rank's reductions come one by one
             rank = self.ranks[stage]
             done[rank] = max(done[rank], ends[stage]) + reductions[stage]
         reduced = max(end, *done)
-        steps = [
-            self._held(rank) * runtime.step / (strategy.dp if strategy.shard_optimizer else 1) / net.bandwidths[rank]
-            for rank in range(strategy.pp)
-        ]
-        total = max(max(end, done[rank]) + steps[rank] + self._gathering(rank) for rank in range(strategy.pp))
+        total = max(max(end, done[rank]) + self._step(rank) for rank in range(strategy.pp))
         busy = [max(line.busy[rank] for line in lines) for rank in range(strategy.pp)]
         return Prediction(
             total + runtime.fixed,
@@ -316,6 +319,29 @@ class _Case:
                 per_byte = self.model.tie(strategy, ranks)
                 found[index] = stages, per_byte * runtime.tied / strategy.tp
         return found
+
+    def parts(self) -> Parts:
+        return Parts(
+            tuple(self.pipelines),
+            self.net.kinds,
+            tuple(self._reductions()),
+            tuple(
+                (stages, seconds * self.model.profile.tied[tied].parameters)
+                for tied, (stages, seconds) in self._ties().items()
+            ),
+            tuple(self._step(rank) + self.model.runtime.fixed for rank in range(self.strategy.pp)),
+        )
+
+    def _reductions(self) -> list[float]:
+        """By stage, seconds of the reduction of its gradients over the replicas."""
+        reduced = self.model.runtime.reduced
+        return [p * reduced * self.net.reduction[r] for p, r in zip(self.parameters, self.ranks, strict=True)]
+
+    def _step(self, rank: int) -> float:
+        """Seconds of the optimizer on a device of that rank."""
+        parts = self.strategy.dp if self.strategy.shard_optimizer else 1
+        seconds = self._held(rank) * self.model.runtime.step / parts / self.net.bandwidths[rank]
+        return seconds + self._gathering(rank)
 
     def _held(self, rank: int) -> float:
         """Parameters on a device of that rank; those tied between its stages count twice."""

@@ -41,6 +41,7 @@ class Network:
 
     Attributes:
         replicas: the kinds of replica that differ.
+        kinds: replica -> its kind, an index of `replicas`.
         types: by pipeline rank, the device types that hold it.
         reduction: by pipeline rank, seconds per byte of gradients averaged over the replicas; 0 with one replica.
         limits: by pipeline rank, bytes of the smallest device that holds it.
@@ -48,6 +49,7 @@ class Network:
     """
 
     replicas: tuple[Replica, ...]
+    kinds: tuple[int, ...]
     types: tuple[tuple[str, ...], ...]
     reduction: tuple[float, ...]
     limits: tuple[float, ...]
@@ -93,10 +95,12 @@ def network(
             ways[d].append(way)
     groups = [[kind[(p * dp + d) * tp : (p * dp + d + 1) * tp] for p in range(pp)] for d in range(dp)]
     types = [[max((k.name for k in group), key=seconds.__getitem__) for group in groups[d]] for d in range(dp)]
-    replicas = dict.fromkeys(Replica(tuple(t), tuple(w)) for t, w in zip(types, ways, strict=True))
+    every = [Replica(tuple(t), tuple(w)) for t, w in zip(types, ways, strict=True)]
+    replicas = {replica: index for index, replica in enumerate(dict.fromkeys(every))}
     ranks = [range(p * width, (p + 1) * width) for p in range(pp)]
     return Network(
         tuple(replicas),
+        tuple(replicas[replica] for replica in every),
         tuple(tuple(dict.fromkeys(types[d][p] for d in range(dp))) for p in range(pp)),
         ring_seconds(cluster, runtime, [[list(r[t::tp]) for t in range(tp)] for r in ranks], devices),
         tuple(min(kind[i].memory_bytes for i in r) - runtime.reserve for r in ranks),
