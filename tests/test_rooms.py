@@ -16,7 +16,8 @@ ROOT = Path(smpar.__file__).parent
 ROOMS = ["errors", "mesh", "config", "trace", "schedule", "planner", "comm", "ranks", "stage", "observe", "runtime",
          "model", "optimizer", "amp", "describe", "api", "probe", "emulate", "cli"]  # fmt: skip
 PURE = ["smpar.errors", "smpar.mesh", "smpar.config", "smpar.planner.partition", "smpar.planner.pipeline",
-        "smpar.planner.cluster", "smpar.planner.plans", "smpar.planner.search", "smpar.schedule", "smpar.emulate"]  # fmt: skip
+        "smpar.planner.cluster", "smpar.planner.plans", "smpar.planner.search", "smpar.schedule",
+        "smpar.emulate"]  # fmt: skip
 
 
 def imported(path: Path) -> set[str]:

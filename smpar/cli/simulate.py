@@ -10,6 +10,7 @@ kernels are long beside what the machine delays a sleep by; all that is printed 
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 
 from smpar.emulate import Emulation, Emulator, predicted
@@ -28,7 +29,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=3, help="how many steps to execute; the fastest is shown (3)")
     parser.add_argument("--replicas", type=int, default=0, metavar="N", help="only the first N replicas (all)")
     parser.add_argument(
-        "--kernel", type=float, default=0.02, metavar="SECONDS", help="mean time of an executed forward (0.02)"
+        "--kernel", type=float, default=0.02, metavar="SECONDS", help="about how long an executed forward takes (0.02)"
     )
     parser.add_argument("--width", type=int, default=96, help="columns of the timetable (96)")
 
@@ -65,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
             f"{emulation.replicas} replicas of {emulation.size} ranks",
             f"--replicas {fewer}" if emulation.size <= MANY else "execute a plan with fewer pipeline ranks",
         )
-    factor = options.kernel / emulation.kernel
+    factor = 2.0 ** round(math.log2(options.kernel / emulation.kernel)) if emulation.kernel else 1.0
     length = factor * prediction.seconds
     print(f"\nexecuting {options.steps} steps of {length:.3g} s by {emulation.processes} processes", flush=True)
     with Emulator() as emulator:

@@ -135,6 +135,8 @@ class Emulation:
     def scaled(self, factor: float) -> Emulation:
         """The same with all times so many times as long: kernels of 10 ms and more outlast what a machine delays them.
 
+        By a power of two nothing is rounded, so that schedules which choose by times choose alike.
+
         Raises:
             EmulationError: the factor is not above 0.
         """
