@@ -55,7 +55,6 @@ class Balancer:
         return least_excess(self._chain(strategy), self._places(strategy, net)).nbytes
 
     def _cut(self, strategy: Strategy, layers: Layers, places: list[Place]) -> Balanced | None:
-        assert strategy.virtual_stages == 1
         found = find_cuts(layers, places, strategy.microbatches)
         if found is None:
             return None

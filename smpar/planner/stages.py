@@ -37,7 +37,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 from smpar.errors import NothingFits, PlanError, TooFewUnits
 from smpar.planner.chain import check_number, fold
@@ -127,6 +127,11 @@ class Place:
         if self.limit != math.inf:
             check_number(self.limit, "limit of a place")
 
+    @property
+    def numbers(self) -> tuple[int, float, float, float, float, float]:
+        """As the core takes it."""
+        return (self.device_class, self.seconds_per_byte, self.latency, self.in_flight, self.transient, self.limit)
+
 
 @dataclass(frozen=True)
 class StageCuts:
@@ -169,7 +174,7 @@ def cut_stages(layers: Layers, places: Sequence[Place], microbatches: int) -> St
 def find_cuts(layers: Layers, places: Sequence[Place], microbatches: int) -> StageCuts | None:
     """As `cut_stages`, but nothing instead of an error where nothing fits: for a search that tries many places."""
     check(layers, places, microbatches)
-    found = core().cut_stages(*_chain(layers), [astuple(p) for p in places], microbatches)
+    found = core().cut_stages(*_chain(layers), [p.numbers for p in places], microbatches)
     if found is None:
         return None
     cuts, seconds, time, memory = found
@@ -185,7 +190,7 @@ def least_excess(layers: Layers, places: Sequence[Place]) -> Excess:
     check(layers, places, 1)
     if all(p.limit == math.inf for p in places):
         raise PlanError("a stage exceeds its limit", "no stage has a limit", "give Place(limit=bytes)")
-    cuts, stage, nbytes = core().least_excess(*_chain(layers), [astuple(p) for p in places])
+    cuts, stage, nbytes = core().least_excess(*_chain(layers), [p.numbers for p in places])
     return Excess(tuple(cuts), stage, nbytes)
 
 
