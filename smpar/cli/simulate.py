@@ -43,7 +43,10 @@ def run(options: argparse.Namespace) -> int:
         EmulationFailed: a process failed.
     """
     plan = Plan.from_file(options.plan)
-    emulation = Emulation.of(plan)
+    if plan.parts is None:
+        rule = "a plan to be simulated says what its step is made of"
+        raise EmulationError(rule, f"{options.plan} has no `parts`", "let `smpar plan` write it again")
+    emulation = Emulation.of(plan.strategy, plan.parts)
     if options.replicas:
         if not 1 <= options.replicas <= emulation.replicas:
             raise _wrong("--replicas", f"from 1 to {emulation.replicas}", options.replicas)

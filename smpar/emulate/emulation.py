@@ -16,8 +16,9 @@ from functools import cached_property
 from typing import NamedTuple
 
 from smpar.errors import EmulationError
+from smpar.planner.parts import Parts
 from smpar.planner.pipeline import Pipeline, Timeline, simulate_named
-from smpar.planner.plans import Plan
+from smpar.planner.strategy import Strategy
 from smpar.schedule import Kind, Schedule, Timed, make_schedule
 
 
@@ -96,20 +97,13 @@ class Emulation:
         return tuple(made[pipeline] for pipeline in self.pipelines)
 
     @classmethod
-    def of(cls, plan: Plan) -> Emulation:
-        """A plan's step.
+    def of(cls, strategy: Strategy, parts: Parts) -> Emulation:
+        """A strategy's step: that of `CostModel.parts`, or of a plan's file.
 
         Raises:
-            EmulationError: the plan does not say what its step is made of, or that does not go with its strategy.
+            EmulationError: the parts are not the strategy's.
         """
-        strategy, parts = plan.strategy, plan.parts
-        if parts is None:
-            raise EmulationError(
-                "a plan that is simulated says what its step is made of",
-                "no `parts`",
-                "let `smpar plan` write it again",
-            )
-        if len(parts.kinds) != strategy.dp or parts.pipelines[0].ranks != strategy.ranks:
+        if len(parts.kinds) != strategy.dp or any(p.ranks != strategy.ranks for p in parts.pipelines):
             found = f"{len(parts.kinds)} replicas of stages on ranks {parts.pipelines[0].ranks}, for {strategy}"
             raise EmulationError("a plan's parts are those of its strategy", found, "let `smpar plan` write it again")
         reduces = strategy.dp > 1 or bool(parts.tied)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import random
 import signal
 import subprocess
@@ -17,7 +16,7 @@ import psutil
 import pytest
 
 from smpar.emulate import Emulation, Emulator, Tied, fastest, predicted
-from smpar.emulate.trials import SCHEDULES, executed_error, trial
+from smpar.emulate.trials import SCHEDULES, Tried, executed_error, in_order, trial
 from smpar.errors import EmulationError, EmulationFailed
 from smpar.planner.pipeline import Pipeline
 from smpar.schedule import make_schedule, times
@@ -36,10 +35,9 @@ def two_ranks(microbatches: int = 2, **more: tuple[float, ...]) -> Emulation:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("processes", [2, 4])
-def test_a_step_takes_what_the_simulator_says(emulator: Emulator, seed: int, schedule: str, processes: int) -> None:
+def test_a_step_takes_what_the_simulator_says(emulator: Emulator, seed: int, schedule: str) -> None:
     rng = random.Random(seed)
-    emulation = trial(rng, schedule, processes, rng.random() < 0.7, rng.random() < 0.7, microbatches=4)
+    emulation = trial(rng, schedule, rng.choice((2, 4)), rng.random() < 0.7, rng.random() < 0.7, microbatches=4)
     assert abs(executed_error(emulator, emulation, within=0.04)) <= 0.05
 
 
@@ -53,11 +51,11 @@ def test_eight_processes_in_two_unlike_replicas(emulator: Emulator, seed: int) -
 def test_of_five_plans_execution_prefers_the_predicted_ones(emulator: Emulator, seed: int) -> None:
     rng = random.Random(seed)
     plans = [trial(rng, rng.choice(SCHEDULES), 2, microbatches=rng.randint(3, 6)) for _ in range(5)]
-    expected = [predicted(plan).seconds for plan in plans]
-    found = [e * (1 + executed_error(emulator, p, within=0.005)) for e, p in zip(expected, plans, strict=True)]
-    for one, other in itertools.permutations(range(5), 2):
-        if expected[one] < 0.97 * expected[other]:  # nearer ones are one choice
-            assert found[one] < found[other]
+    results = []
+    for plan in plans:
+        expected = predicted(plan).seconds
+        results.append(Tried(expected, expected * (1 + executed_error(emulator, plan, within=0.005))))
+    assert in_order(results, apart=0.03)  # nearer ones are one choice
 
 
 def test_messages_queue_on_their_channel() -> None:
@@ -164,7 +162,7 @@ def test_a_rank_that_stands_still_delays_all(emulator: Emulator) -> None:
 
     thread = threading.Thread(target=hinder)
     thread.start()
-    steps = emulator.run(emulation, steps=5)
+    steps = emulator.run(emulation, steps=3)
     done.set()
     thread.join()
     assert max(step.seconds for step in steps) >= predicted(emulation).seconds + stopped / 2
@@ -177,23 +175,27 @@ def gone(processes: list[psutil.Process], seconds: float) -> bool:
     return not psutil.wait_procs(processes, timeout=seconds)[1]
 
 
-def test_a_killed_rank_ends_all_in_seconds_and_the_next_emulation_runs(emulator: Emulator) -> None:
+@pytest.mark.parametrize(
+    ("how", "end"),
+    [(signal.SIGKILL, r"rank 1\n.*exit code -9"), (signal.SIGINT, r"rank 1\n(.*\n)*.*KeyboardInterrupt")],
+)
+def test_a_failed_rank_ends_all_in_seconds_and_the_next_emulation_runs(emulator: Emulator, how: int, end: str) -> None:
     ranks: list[psutil.Process] = []
-    killed_at = 0.0
+    failed_at = 0.0
 
-    def kill() -> None:
-        nonlocal killed_at
+    def fail() -> None:
+        nonlocal failed_at
         ranks.extend(ranks_of(emulator, 2))
         time.sleep(1.0)
-        killed_at = time.monotonic()
-        ranks[1].kill()
+        failed_at = time.monotonic()
+        ranks[1].send_signal(how)
 
-    thread = threading.Thread(target=kill)
+    thread = threading.Thread(target=fail)
     thread.start()
-    with pytest.raises(EmulationFailed, match=r"rank 1\n.*exit code -9"):
+    with pytest.raises(EmulationFailed, match=end):
         emulator.run(two_ranks(microbatches=50), steps=20)
     thread.join()
-    assert time.monotonic() - killed_at < 10
+    assert time.monotonic() - failed_at < 10
     assert gone(ranks, 1.0)
     assert executed_error(emulator, two_ranks(), within=0.04) <= 0.1
 
