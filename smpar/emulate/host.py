@@ -74,7 +74,9 @@ def _perform(job: Job, caller: Connection) -> tuple[Step, ...] | Failure:
             ranks[ours] = rank, process
         return _gather(job, ranks, caller)
     finally:
-        for conn, (_, process) in ranks.items():
+        for conn, (_, process) in reversed(
+            ranks.items()
+        ):  # rank 0, which serves the store, last: others would complain
             process.kill()
             process.join()
             conn.close()

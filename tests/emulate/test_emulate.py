@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import psutil
 import pytest
@@ -28,9 +29,9 @@ def emulator() -> Iterator[Emulator]:
         yield emulator
 
 
-def two_ranks(microbatches: int = 2, **more: tuple[float, ...]) -> Emulation:
+def two_ranks(microbatches: int = 2, **more: Any) -> Emulation:
     """Forwards of 20 ms, backwards of 40 ms."""
-    pipeline = Pipeline((0, 1), (0.02, 0.02), (0.04, 0.04), (0.0, 0.0), (1, 1), **more)  # type: ignore[arg-type]
+    pipeline = Pipeline((0, 1), (0.02, 0.02), (0.04, 0.04), (0.0, 0.0), (1, 1), **more)
     return Emulation("1f1b", microbatches, (pipeline,))
 
 
@@ -77,8 +78,10 @@ def test_messages_queue_on_their_channel() -> None:
     assert round(predicted(slow).seconds, 6) == 0.3
 
 
-def test_executed_messages_queue_on_their_channel_too(emulator: Emulator) -> None:
-    slow = two_ranks(wire_forward=(0.07,), latency_forward=(0.01,), wire_backward=(0.03,), latency_backward=(0.0,))
+@pytest.mark.parametrize("host", [0.0, 0.015])
+def test_executed_messages_queue_on_their_channel_and_keep_their_ranks_busy(emulator: Emulator, host: float) -> None:
+    wires = {"wire_forward": (0.07,), "latency_forward": (0.01,), "wire_backward": (0.03,), "latency_backward": (0.0,)}
+    slow = two_ranks(**wires, host=host)
     executed = {str(timed.action): timed.start for timed in fastest(emulator.run(slow, steps=4)).actions[0]}
     for timed in predicted(slow).actions[0]:
         assert executed[str(timed.action)] == pytest.approx(timed.start, abs=0.01)
