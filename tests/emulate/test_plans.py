@@ -16,6 +16,7 @@ from smpar.planner.cluster import Cluster
 from smpar.planner.cost import CostModel
 from smpar.planner.plans import Plan
 from smpar.planner.profile import Layer, Profile, Tensor, Tied, Times
+from smpar.planner.search import search
 from smpar.planner.strategy import Strategy
 from smpar.schedule import virtual_stages_of
 
@@ -70,6 +71,13 @@ def test_an_emulation_takes_what_its_plan_is_predicted_to(seed: int, pp: int, dp
     assert emulation.replicas == best.strategy.dp
     assert predicted(emulation).seconds == pytest.approx(best.prediction.seconds, rel=0.03)
     assert predicted(emulation).seconds <= best.prediction.seconds * (1 + 1e-9)
+
+
+def test_plans_of_a_search_say_what_their_steps_are_made_of(seed: int) -> None:
+    for found in search(CostModel(model(random.Random(seed)), mixed()), 32, keep=3):
+        assert found.parts is not None
+        emulation = Emulation.of(found.strategy, found.parts)
+        assert predicted(emulation).seconds == pytest.approx(found.prediction.seconds, rel=0.03)
 
 
 def test_simulate_prints_prediction_and_execution(
