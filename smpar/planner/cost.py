@@ -23,6 +23,7 @@ import numpy.typing as npt
 from smpar.planner.cluster import Cluster
 from smpar.planner.hardware import SMPAR, Runtime
 from smpar.planner.network import FREE, Network, Replica, network, ring_seconds
+from smpar.planner.parts import Parts
 from smpar.planner.pipeline import Pipeline, Timeline, simulate_named
 from smpar.planner.profile import Profile, Seconds
 from smpar.planner.strategy import Strategy
@@ -155,7 +156,7 @@ class CostModel:
     def busy(self, strategy: Strategy) -> list[float]:
         """Seconds of a step that each pipeline rank computes, in the slowest replica."""
         case = _Case(self, strategy)
-        lines = [simulate_named(p, strategy.schedule, strategy.microbatches) for p in case.pipelines]
+        lines = [simulate_named(p, strategy.schedule, strategy.microbatches) for p in case.slow]
         return [max(line.busy[rank] for line in lines) for rank in range(strategy.pp)]
 
     def at_least(self, strategy: Strategy, stages: Sequence[float], ranks: Sequence[float]) -> float:
@@ -183,10 +184,18 @@ class CostModel:
         ]
         return max(most, sum(ends) / len(ends)) + runtime.fixed
 
+    def parts(self, strategy: Strategy) -> Parts:
+        """What the strategy's step is made of, for those who execute it.
+
+        Raises:
+            ProfileError: as for `predict`.
+        """
+        return _Case(self, strategy).parts()
+
     def timeline(self, strategy: Strategy) -> Timeline:
         """The simulated pipeline of the slowest kind of replica, with all its actions."""
         case = _Case(self, strategy)
-        slowest = max(case.pipelines, key=lambda p: simulate_named(p, strategy.schedule, strategy.microbatches).seconds)
+        slowest = max(case.slow, key=lambda p: simulate_named(p, strategy.schedule, strategy.microbatches).seconds)
         return simulate_named(slowest, strategy.schedule, strategy.microbatches, timetable=True)
 
 
@@ -261,9 +270,9 @@ class _Case:
         ]
 
     @cached_property
-    def pipelines(self) -> list[Pipeline]:
-        """One for each kind of replica."""
-        return [self._pipeline(replica) for replica in self.net.replicas]
+    def slow(self) -> list[Pipeline]:
+        """Those of the kinds of replica of which one is the slowest."""
+        return [self._pipeline(self.net.replicas[kind]) for kind in self.net.slow]
 
     def _pipeline(self, replica: Replica) -> Pipeline:
         strategy, ranks, runtime = self.strategy, self.ranks, self.model.runtime
@@ -302,23 +311,17 @@ class _Case:
 
     def prediction(self) -> Prediction:
         strategy, runtime, net = self.strategy, self.model.runtime, self.net
-        lines = [simulate_named(p, strategy.schedule, strategy.microbatches) for p in self.pipelines]
+        lines = [simulate_named(p, strategy.schedule, strategy.microbatches) for p in self.slow]
         ends = [max(line.last_backward[s] for line in lines) for s in range(strategy.stages)]
         end = max(line.seconds for line in lines)
-        reductions = [
-            self.parameters[s] * runtime.reduced * net.reduction[self.ranks[s]] for s in range(strategy.stages)
-        ]
+        reductions = self._reductions()
         ends = self._tied(ends)
         done = [0.0] * strategy.pp
         for stage in sorted(range(strategy.stages), key=ends.__getitem__):  # a rank's reductions come one by one
             rank = self.ranks[stage]
             done[rank] = max(done[rank], ends[stage]) + reductions[stage]
         reduced = max(end, *done)
-        shards = strategy.dp if strategy.shard_optimizer else 1
-        total = max(
-            max(end, done[rank]) + held * runtime.step / shards / net.bandwidths[rank] + self._gathering(rank)
-            for rank, held in enumerate(self.held)
-        )
+        total = max(max(end, done[rank]) + self._step(rank) for rank in range(strategy.pp))
         busy = [max(line.busy[rank] for line in lines) for rank in range(strategy.pp)]
         return Prediction(
             total + runtime.fixed,
@@ -363,6 +366,29 @@ class _Case:
             held[rank] += parameters
         return held
 
+    def parts(self) -> Parts:
+        return Parts(
+            tuple(map(self._pipeline, self.net.replicas)),
+            self.net.kinds,
+            tuple(self._reductions()),
+            tuple(
+                (stages, seconds * self.model.profile.tied[tied].parameters)
+                for tied, (stages, seconds) in self._ties().items()
+            ),
+            tuple(self._step(rank) + self.model.runtime.fixed for rank in range(self.strategy.pp)),
+        )
+
+    def _reductions(self) -> list[float]:
+        """By stage, seconds of the reduction of its gradients over the replicas."""
+        reduced = self.model.runtime.reduced
+        return [p * reduced * self.net.reduction[r] for p, r in zip(self.parameters, self.ranks, strict=True)]
+
+    def _step(self, rank: int) -> float:
+        """Seconds of the optimizer on a device of that rank."""
+        parts = self.strategy.dp if self.strategy.shard_optimizer else 1
+        seconds = self.held[rank] * self.model.runtime.step / parts / self.net.bandwidths[rank]
+        return seconds + self._gathering(rank)
+
     def _gathering(self, rank: int) -> float:
         """Seconds in which replicas that share the optimizer's work tell each other the new parameters."""
         if not self.strategy.shard_optimizer:
@@ -388,7 +414,7 @@ class _Case:
 
     def _stages(self, reductions: list[float]) -> tuple[Stage, ...]:
         state = self.model.runtime.state
-        slow = max(self.pipelines, key=lambda p: sum(p.forward) + sum(p.backward))
+        slow = max(self.slow, key=lambda p: sum(p.forward) + sum(p.backward))
         return tuple(
             Stage(
                 interval,

@@ -115,7 +115,10 @@ class _Search:
             raise self._too_large()
         ranked = sorted(self.best.values(), key=lambda found: found.seconds)[: self.keep]
         names = tuple(layer.name for layer in self.model.profile.layers)
-        plans = [Plan(f.strategy, f.prediction, names, self.model.cluster) for f in ranked]
+        plans = [
+            Plan(f.strategy, f.prediction, names, self.model.cluster, parts=self.model.parts(f.strategy))
+            for f in ranked
+        ]
         told = [replace(plan, why=explain(self.model, plans[0], plan)) for plan in plans]
         return Plans(
             tuple(told), dict(self.counts), dict(sorted(self.frontier.items())), time.perf_counter() - started, complete
