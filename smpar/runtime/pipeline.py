@@ -167,6 +167,11 @@ class Pipeline:
         layout = self.partitioned.layout if self.partitioned is not None else None
         return layout is None or id(parameter) not in layout.holders or self.rank in layout.holding(parameter)
 
+    def holds_everywhere(self, parameter: torch.Tensor) -> bool:
+        """Whether this rank has the parameter's data on every replica."""
+        layout = self.layout
+        return id(parameter) not in layout.holders or self.rank in layout.holding_everywhere(parameter)
+
     def owns(self, parameter: torch.Tensor) -> bool:
         """Whether this rank is the one that answers for a parameter, in state dicts and norms."""
         return id(parameter) not in self.layout.holders or self.layout.owner(parameter) == self.rank
@@ -238,23 +243,28 @@ class Pipeline:
         self._hand_over()
         if programs is not None:
             self._close()
-        shared = self._shared_parameters()
         executor = Executor(self.layout, self.channels, self.rank, self.spans, self.reducer)
-        timetable = None if programs is None else self._timetable(tuple(programs))
-        with self.reducer.step(shared, timetable, self._ties):
-            with marked(self.layout, inside=programs is None), patched():
-                if programs is None or timetable is None:
-                    results, programs = executor.in_program_order(
-                        fn, batch, shares, seeds, self.outcomes, self._agree_programs
-                    )
-                    self.in_order = tuple(programs)
-                else:
+        results: list[Any] = []
+        timetable, explored = None, None
+        if programs is not None:
+            timetable = self._timetable(tuple(programs))
+        else:
+            with marked(self.layout, inside=True), patched():
+                results, explored = executor.forwards(fn, batch, shares, seeds, self.outcomes)
+            programs = [run.finish() for run in explored]
+            self._agree_programs(programs)
+            self._hand_over()  # of what the forwards came to read: backward sums its gradients
+            self.in_order = tuple(programs)
+        with self.reducer.step(self._shared_parameters(), timetable, self._ties):
+            with marked(self.layout, inside=explored is not None), patched():
+                if timetable is not None:
                     results = executor.scheduled(fn, batch, shares, seeds, timetable)
+                elif explored is not None:
+                    executor.backwards(explored, programs)
                 self.timetable = timetable
             with self.spans.phase("reduce gradients"):
                 self.reducer.finish(any(p.shape.backward for p in programs))
         self._close()
-        self._hand_over()
         with self.spans.phase("share results"):
             whole = self._share(results)
         self.channels.finish()
@@ -418,23 +428,33 @@ class Pipeline:
         self._shared = None
         with torch.no_grad():
             for one in late:
-                if one.has_value:
-                    continue
-                parameter, owner, taker = one.parameter, one.owner, one.taker
-                meta = self.outcomes.runner.layout_of(parameter)
-                if self.rank == owner:
-                    send(self.channels, taker, parameter, meta)
-                elif self.rank == taker:
-                    parameter.data = receive(self.channels, owner, meta)
+                if not one.has_value:
+                    self._give(one.parameter, one.owner, one.taker)
         for hook in self.after_hand_over:
             hook(late)
+
+    def share_again(self) -> None:
+        """Owners' values, which may have changed, go to the ranks that hold a parameter on this replica only."""
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                for taker in sorted(self.layout.joined.get(id(parameter), ())):
+                    self._give(parameter, self.layout.owner(parameter), taker)
+        self.channels.finish()
+
+    def _give(self, parameter: nn.Parameter, owner: int, taker: int) -> None:
+        meta = self.outcomes.runner.layout_of(parameter)
+        if self.rank == owner:
+            send(self.channels, taker, parameter, meta)
+        elif self.rank == taker:
+            parameter.data = receive(self.channels, owner, meta)
 
     def _shared_parameters(self) -> list[nn.Parameter]:
         """Parameters of this rank whose gradients are not done with its own backwards."""
         if self._shared is None:
             mine = [p for p in self._parameters if p.requires_grad and self.holds(p)]
             self._shared = [p for p in mine if not self.reducer.idle or len(self.layout.holding(p)) > 1]
-            ties = Ties(self._shared, self.layout.holding, self.channels, self.rank)
+            layout = self.layout
+            ties = Ties(self._shared, layout.holding, layout.holding_everywhere, layout.owner, self.channels, self.rank)
             self._ties = ties if ties.parameters else None
             if not self.layout.closed:  # further stages may still come to hold one
                 shared, self._shared = self._shared, None

@@ -151,13 +151,16 @@ class Explorer(Run):
         holders = self.layout.holders[id(parameter)]
         if stage not in holders:
             taker = self.ranks[stage]
-            if self.layout.closed and taker not in self.layout.holding(parameter):
-                owner = self.layout.owner(parameter)
-                self.layout.late.append(Late(parameter, owner, taker, has_value=self.wire is not None))
-                if self.wire is not None:  # it is needed at once
-                    self._hand_over(parameter, owner, taker)
+            settled = self.layout.closed or self.wire is not None  # other replicas may do without it there
+            if settled and taker not in self.layout.holding(parameter):
+                self.layout.joined.setdefault(id(parameter), set()).add(taker)
+                if self.layout.closed:
+                    owner = self.layout.owner(parameter)
+                    self.layout.late.append(Late(parameter, owner, taker, has_value=self.wire is not None))
+                    if self.wire is not None:  # it is needed at once
+                        self._hand_over(parameter, owner, taker)
             holders.add(stage)
-            if not self.layout.closed:
+            if not settled:
                 self.layout.parameter_home[id(parameter)] = min(holders)
 
     def _hand_over(self, parameter: nn.Parameter, owner: int, taker: int) -> None:

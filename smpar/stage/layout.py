@@ -56,6 +56,7 @@ class Layout:
     hooks: dict[nn.Module, tuple[Any, Any]] = dataclasses.field(default_factory=dict)  # theirs, while a step runs
     late: list[Late] = dataclasses.field(default_factory=list)  # to be handed over
     closed: bool = False  # parameters live only with their holders now
+    joined: dict[int, set[int]] = dataclasses.field(default_factory=dict)  # parameter -> see holding_everywhere
     strides: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)  # of parameters, before that
 
     @classmethod
@@ -128,6 +129,10 @@ class Layout:
     def holding(self, parameter: torch.Tensor) -> tuple[int, ...]:
         """The ranks that hold a parameter of the model, ascending."""
         return tuple(sorted({self.ranks[stage] for stage in self.holders[id(parameter)]}))
+
+    def holding_everywhere(self, parameter: torch.Tensor) -> tuple[int, ...]:
+        """Those of them that hold it on every replica: others have come to since the replicas compared layouts."""
+        return tuple(rank for rank in self.holding(parameter) if rank not in self.joined.get(id(parameter), ()))
 
     def owner(self, parameter: torch.Tensor) -> int:
         """The rank that answers for a parameter of the model."""
