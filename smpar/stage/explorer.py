@@ -16,7 +16,7 @@ from torch import nn
 
 from smpar.errors import UnitMismatch, WriteIntoReplicated
 from smpar.stage import special
-from smpar.stage.layout import Late, Layout
+from smpar.stage.layout import Layout
 from smpar.stage.record import Backward, Event, MicrobatchProgram, Recorder, direct_meta
 from smpar.stage.run import Run, Wire
 from smpar.stage.tensor import StageTensor, shared
@@ -148,28 +148,13 @@ class Explorer(Run):
 
     def _use(self, parameter: nn.Parameter, stage: int) -> None:
         self.used.setdefault(id(parameter), set()).add(stage)
-        holders = self.layout.holders[id(parameter)]
-        if stage not in holders:
-            taker = self.ranks[stage]
-            settled = self.layout.closed or self.wire is not None  # other replicas may do without it there
-            if settled and taker not in self.layout.holding(parameter):
-                self.layout.joined.setdefault(id(parameter), set()).add(taker)
-                if self.layout.closed:
-                    owner = self.layout.owner(parameter)
-                    self.layout.late.append(Late(parameter, owner, taker, has_value=self.wire is not None))
-                    if self.wire is not None:  # it is needed at once
-                        self._hand_over(parameter, owner, taker)
-            holders.add(stage)
-            if not settled:
-                self.layout.parameter_home[id(parameter)] = min(holders)
-
-    def _hand_over(self, parameter: nn.Parameter, owner: int, taker: int) -> None:
-        assert self.wire is not None
-        meta = self.outcomes.runner.layout_of(parameter)
-        if self.rank == owner:
-            self.wire.send(taker, parameter.data, meta)
-        elif self.rank == taker:
-            parameter.data = self.wire.receive(owner, -1, meta)
+        late = self.layout.hold(parameter, stage, running=self.wire is not None)
+        if late is not None and self.wire is not None:  # it is needed at once
+            meta = self.outcomes.runner.layout_of(parameter)
+            if self.rank == late.owner:
+                self.wire.send(late.taker, parameter.data, meta)
+            elif self.rank == late.taker:
+                parameter.data = self.wire.receive(late.owner, -1, meta)
 
     def _enter_segment(self, segment: int) -> None:
         pass
