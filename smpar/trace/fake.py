@@ -180,7 +180,7 @@ class FakeRunner:
                 if module is not None:
                     left, filled, changed = stack.enter_context(self._twinned(module))
                     stack.enter_context(replacing())
-                    saved.aside.update(self.twin(p).untyped_storage()._cdata for p in module.parameters())
+                    saved.aside.update(p.untyped_storage()._cdata for p in module.parameters())  # twins now
                 stack.enter_context(self.mode)
                 leaves, fakes = self._fakes(given)
                 versions = [f._version for f in fakes]
