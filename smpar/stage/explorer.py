@@ -22,6 +22,7 @@ from smpar.stage.run import Run, Wire
 from smpar.stage.tensor import StageTensor, shared
 from smpar.stage.views import family
 from smpar.trace import tree
+from smpar.trace.hidden import Hidden
 from smpar.trace.outcome import Meta, Out, Outcome, meta_of
 from smpar.trace.outcomes import Outcomes
 
@@ -43,6 +44,7 @@ class Explorer(Run):
         self.reads = 0
         self.in_turn = ""
         self.changed: Callable[[], bool] = bool  # whether glue has changed the state of modules so far
+        self.hidden = Hidden()  # what units leave in objects; while planning only
         self._last: dict[int, int] = {}  # rank -> its segment so far
         self._keepers: dict[nn.Module, int] = {}  # units with a state -> the segment of their last call
 
@@ -64,8 +66,11 @@ class Explorer(Run):
         return super().replicated(func, args, kwargs)
 
     def _unit_event(self, unit: nn.Module, args: Any, kwargs: Any, leaves: list[Any], spec: tree.Spec) -> Event:
+        self.hidden.show(unit)
         with self.plain():
             outcome = self.outcomes.of_unit(unit, leaves, spec)
+        if outcome.hidden and self.wire is None:
+            self.hidden.note(unit, self.layout.name(unit), spec, outcome.hidden)
         if outcome.varies and self.wire is None:
             raise ValueNeeded(f"{self.layout.name(unit)} gives shapes that depend on data")
         stage = self.layout.stage_of(unit)

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import (
 from smpar.trace import tree
 from smpar.trace.convert import replacing
 from smpar.trace.draws import CountMode
+from smpar.trace.hidden import objects
 from smpar.trace.outcome import Cost, Meta, Out, Outcome, meta_of
 from smpar.trace.saved import Saved
 from smpar.trace.watch import Watch
@@ -164,6 +165,8 @@ class FakeRunner:
         given: list[torch.Tensor] = []
         spec = tree.flatten((args, kwargs), given)
         snapshot = tree.Snapshot()
+        others = objects(spec) if module is not None else []
+        held = [dict(other.__dict__) for other in others]
         for const in tree.constants(spec):
             if const.opaque and not isinstance(const.value, torch.nn.Module):
                 snapshot.add(const.value)
@@ -190,11 +193,17 @@ class FakeRunner:
                 a, k = tree.unflatten(spec, fakes)
                 result = fn(*a, **k)
                 attributes, leaks, keeps = left(), filled(), changed()
+            hidden = tuple(
+                (i, name)
+                for i, (other, before) in enumerate(zip(others, held, strict=True))
+                for name, value in other.__dict__.items()
+                if isinstance(value, FakeTensor) and before.get(name) is not value
+            )
             mutates = _mutated(spec, fakes, (a, k))
             if mutates:
                 result = result, (a, k)
             outcome = self._outcome(result, attributes, leaves, fakes, versions, watch, count.calls, saved.nbytes)
-            outcome = dataclasses.replace(outcome, mutates=mutates, keeps=keeps)
+            outcome = dataclasses.replace(outcome, mutates=mutates, keeps=keeps, hidden=hidden)
             del result, attributes, leaves, fakes, a, k, left, filled, changed
             snapshot.restore()
             watch.forget()
