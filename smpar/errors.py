@@ -42,6 +42,10 @@ class TooFewUnits(PlanError):
     """More pipeline stages are asked for than there are units to put on them."""
 
 
+class ProfileError(PlanError):
+    """A profile of a model contradicts itself, or lacks what a plan needs."""
+
+
 class NativeMissing(SmparError):
     """The planner's compiled core is not there."""
 

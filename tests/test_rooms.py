@@ -13,9 +13,9 @@ import smpar
 
 ROOT = Path(smpar.__file__).parent
 # A room imports only from those before it.
-ROOMS = ["errors", "mesh", "config", "trace", "plan", "schedule", "comm", "ranks", "stage", "observe", "runtime",
+ROOMS = ["errors", "mesh", "config", "trace", "schedule", "planner", "comm", "ranks", "stage", "observe", "runtime",
          "model", "optimizer", "amp", "describe", "api"]  # fmt: skip
-PURE = ["smpar.errors", "smpar.mesh", "smpar.config", "smpar.plan.partition", "smpar.schedule"]
+PURE = ["smpar.errors", "smpar.mesh", "smpar.config", "smpar.planner.partition", "smpar.schedule"]
 
 
 def imported(path: Path) -> set[str]:

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from smpar.errors import PartitionError, WriteIntoReplicated
-from smpar.plan.chain import Edge, Partition, Tie, TooFewUnits, UnitCost
-from smpar.plan.partition import partition as best_cuts
+from smpar.planner.chain import Edge, Partition, Tie, TooFewUnits, UnitCost
+from smpar.planner.partition import partition as best_cuts
 from smpar.runtime.core import number_of_stages
 from smpar.runtime.planning import explore, graph_of
 from smpar.stage.explorer import ValueNeeded
@@ -38,7 +38,7 @@ _LINKS = {"cpu": (1.5e9, 6e-5), "cuda": (5e10, 1e-5)}
 _GOOD = 1.05
 # ... and take a finer set of units only if it gains this much.
 _GAIN = 0.97
-# What the dearest of virtual stages counts beside the dearest rank (see `smpar.plan.partition`).
+# What the dearest of virtual stages counts beside the dearest rank (see `smpar.planner.partition`).
 _EVEN = 0.4
 # Adding one gradient to another streams through memory, faster than an operator among others.
 _STREAM = 2.5
@@ -118,7 +118,7 @@ class Goal:
 
     @property
     def ideal(self) -> float:
-        """The objective (see `smpar.plan.partition`) of perfect balance without transfers."""
+        """The objective (see `smpar.planner.partition`) of perfect balance without transfers."""
         per_rank = self.stages / self.degree
         return 1 / per_rank + (self.microbatches - 1 / per_rank) / self.degree
 

@@ -6,10 +6,10 @@ import random
 import time
 
 from smpar.errors import PlanError
-from smpar.plan.chain import Edge, Partition, Tie, UnitCost
-from smpar.plan.partition import partition
-from smpar.plan.reference import partition_reference
-from tests.plan.problems import Problem, problem
+from smpar.planner.chain import Edge, Partition, Tie, UnitCost
+from smpar.planner.partition import partition
+from smpar.planner.reference import partition_reference
+from tests.planner.problems import Problem, problem
 
 
 def decision(solve, p: Problem) -> Partition | str:

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import smpar
-from smpar.plan.chain import UnitCost
-from smpar.plan.partition import partition
+from smpar.planner.chain import UnitCost
+from smpar.planner.partition import partition
 from smpar.runtime.partitioning import Explored, Goal, _cut, unit_costs
 from smpar.stage.layout import Layout
 from smpar.trace.graph import ModuleGraph, Unit

@@ -10,9 +10,9 @@ from fractions import Fraction
 import pytest
 
 from smpar.errors import PlanError
-from smpar.plan.chain import Edge, Partition, Tie, UnitCost
-from smpar.plan.partition import partition
-from tests.plan.problems import Problem, best, loop, problem, shared, true_objective, vee
+from smpar.planner.chain import Edge, Partition, Tie, UnitCost
+from smpar.planner.partition import partition
+from tests.planner.problems import Problem, best, loop, problem, shared, true_objective, vee
 
 SEED = random.randrange(2**31)
 ROUNDING = Fraction(1, 10**12)

@@ -7,7 +7,7 @@ import random
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from smpar.plan.chain import Edge, Tie, UnitCost
+from smpar.planner.chain import Edge, Tie, UnitCost
 
 
 class Problem(NamedTuple):

@@ -20,7 +20,7 @@ Sum plus maxima is the pipeline cost of AMP (arXiv 2210.07297); memory and its w
 section on model partitioning), whose own algorithm splits the module tree top down and is no optimum. This one is: a
 dynamic program over Pareto frontiers of (sum, max), bounded from both sides, done by the C++ core. It holds the costs
 of all intervals that an optimum may use: with one microbatch all of them, 8 bytes times the square of the units.
-`smpar.plan.reference` is the same in a few lines of Python, and decides equally, bit for bit.
+`smpar.planner.reference` is the same in a few lines of Python, and decides equally, bit for bit.
 
 Where a rank holds several (virtual) stages, what sets the pace is the rank with the largest sum over its stages, so
 that a dear stage may be paired with a cheap one. Two ranks, two stages on each::
@@ -53,7 +53,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from smpar.errors import NativeMissing, PlanError
-from smpar.plan.chain import Edge, Goal, Partition, Tie, UnitCost, check, fold
+from smpar.planner.chain import Edge, Goal, Partition, Tie, UnitCost, check, fold
 
 _MANY = 2**31 - 1  # microbatches, so that only the fullest rank counts
 

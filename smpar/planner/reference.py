@@ -1,4 +1,4 @@
-"""The partitioner in plain Python: what `smpar.plan.partition` computes, without its bounds and its speed.
+"""The partitioner in plain Python: what `smpar.planner.partition` computes, without its bounds and its speed.
 
 The C++ core must decide equally, bit for bit, so the order of additions is part of the definition: units from left to
 right; edges and ties by the unit at which they enter a growing interval, then by index; stages from last to first.
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
 
-from smpar.plan.chain import Edge, Goal, Partition, Tie, UnitCost, check, fold, total_memory, total_time
-from smpar.plan.partition import too_large
+from smpar.planner.chain import Edge, Goal, Partition, Tie, UnitCost, check, fold, total_memory, total_time
+from smpar.planner.partition import too_large
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def partition_reference(
     memory_weight: float = 0.0,
     memory_limit: float | None = None,
 ) -> Partition:
-    """As `smpar.plan.partition.partition` where each stage has its own rank: same result and errors; cubic time and
+    """As `smpar.planner.partition.partition` where each stage has its own rank: same result and errors; cubic time and
     more."""
     goal = Goal(stages, microbatches, memory_weight, memory_limit)
     check(units, edges, ties, goal)

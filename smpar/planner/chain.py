@@ -71,9 +71,9 @@ class Goal:
 class Partition:
     """Stage ``k`` holds units ``cuts[k]`` up to ``cuts[k + 1]`` (the end, for the last one); ``cuts[0]`` is 0.
 
-    ``objective`` is a pure number (see `smpar.plan.partition`); ``stage_time`` is in seconds per microbatch, with the
-    transfers that the stage pays; ``stage_memory`` in bytes; ``rank_time`` and ``rank_memory`` are their sums over the
-    stages of each rank.
+    ``objective`` is a pure number (see `smpar.planner.partition`); ``stage_time`` is in seconds per microbatch, with
+    the transfers that the stage pays; ``stage_memory`` in bytes; ``rank_time`` and ``rank_memory`` are their sums over
+    the stages of each rank.
     """
 
     cuts: tuple[int, ...]

@@ -11,11 +11,11 @@ from fractions import Fraction
 import pytest
 
 from smpar.errors import NativeMissing, PlanError, TooFewUnits
-from smpar.plan.chain import Edge, Goal, Partition, Tie, UnitCost
-from smpar.plan.partition import least_memory, partition
-from smpar.plan.reference import Chain, partition_reference
-from tests.plan.problems import Problem, all_cuts, best, problem, true_objective
-from tests.plan.smp_baseline import leaf_costs, random_tree, smp_cuts
+from smpar.planner.chain import Edge, Goal, Partition, Tie, UnitCost
+from smpar.planner.partition import least_memory, partition
+from smpar.planner.reference import Chain, partition_reference
+from tests.planner.problems import Problem, all_cuts, best, problem, true_objective
+from tests.planner.smp_baseline import leaf_costs, random_tree, smp_cuts
 
 SEED = random.randrange(2**31)
 ROUNDING = Fraction(1, 10**12)
@@ -181,5 +181,6 @@ def test_a_missing_core_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_imports_without_torch() -> None:
-    code = "import sys, smpar.plan.partition, smpar.plan.reference, smpar._native; sys.exit('torch' in sys.modules)"
+    rooms = "smpar.planner.partition, smpar.planner.reference, smpar._native"
+    code = f"import sys, {rooms}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
