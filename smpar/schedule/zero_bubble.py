@@ -12,8 +12,12 @@ from collections.abc import Sequence
 from smpar.schedule.actions import Action, Kind, Schedule
 from smpar.schedule.chains import is_vee, on_own_ranks, require_chain
 from smpar.schedule.filling import Chain, Rule, fill
+<<<<<<< HEAD
 from smpar.schedule.memory import counts_segments, memory
 from smpar.schedule.program import Program
+=======
+from smpar.schedule.program import Program, Transfer
+>>>>>>> e89d2e8d4cab06362e0264c30e0adac15a68d2a1
 from smpar.schedule.simulate import makespan, times
 
 _DELAY = 0.1
@@ -21,7 +25,7 @@ _DELAY = 0.1
 that much at each message; on two ranks in a V, leaving it costs nothing."""
 
 
-def zero_bubble(program: Program, microbatches: int) -> Schedule:
+def zero_bubble(program: Program, microbatches: int, transfer_seconds: Transfer = 0.0) -> Schedule:
     """1F1B with split backwards, of a chain with one segment per rank: ZB-H1 (arXiv 2401.10241, section 2.3).
 
     I takes the place of B, so gradients reach the earlier ranks sooner; the W's follow where the rank would idle. No
@@ -40,6 +44,7 @@ def zero_bubble(program: Program, microbatches: int) -> Schedule:
     Args:
         program: a chain.
         microbatches: how many, at least 1.
+        transfer_seconds: time of a message, as for `smpar.schedule.times`.
 
     Raises:
         ScheduleError: the program is no such chain, or `microbatches` is below one.
@@ -48,10 +53,10 @@ def zero_bubble(program: Program, microbatches: int) -> Schedule:
     ranks = len(program.segments)
     as_1f1b, free = tuple(range(ranks, 0, -1)), (microbatches,) * ranks
     rules = [Rule(as_1f1b, True, 1.0), Rule(as_1f1b, False, 0.0), Rule(free, False, 0.0)]
-    return _fastest("zb", program, microbatches, rules)
+    return _fastest("zb", program, microbatches, rules, transfer_seconds)
 
 
-def zbv(program: Program, microbatches: int) -> Schedule:
+def zbv(program: Program, microbatches: int, transfer_seconds: Transfer = 0.0) -> Schedule:
     """Two stages per rank in a V, backwards split: ZB-V (arXiv 2401.10241, section 6; arXiv 2405.15362).
 
     The first rank also holds the last stage, so its backwards start at once and every rank holds at most p
@@ -66,6 +71,7 @@ def zbv(program: Program, microbatches: int) -> Schedule:
     Args:
         program: a chain, one segment in each of 2p stages, stages r and 2p-1-r on rank r.
         microbatches: how many, at least 1.
+        transfer_seconds: time of a message, as for `smpar.schedule.times`.
 
     Raises:
         ScheduleError: the program is no such chain, or `microbatches` is below one.
@@ -81,6 +87,7 @@ def zbv(program: Program, microbatches: int) -> Schedule:
         Rule(free, True, 0.3, delay=0.2),
         Rule(free, False, 0.0, delay=0.3),
     ]
+<<<<<<< HEAD
     even = Schedule("zbv", _even_vee(program, microbatches))
     return _fastest("zbv", program, microbatches, rules, [even] if _keeps_few(even, program) else [])
 
@@ -132,13 +139,31 @@ def _fastest(
     name: str, program: Program, microbatches: int, rules: Sequence[Rule], others: Sequence[Schedule] = ()
 ) -> Schedule:
     """The fastest of one order per rule, and of the others; no rank holds more than p microbatches.
+=======
+    return _fastest("zbv", program, microbatches, rules, transfer_seconds)
 
-    Of equally fast ones, the one that is fastest when messages take a while.
+
+def _fastest(name: str, program: Program, microbatches: int, rules: Sequence[Rule], transfer: Transfer) -> Schedule:
+    """The fastest of one order per rule, no rank holding more than p microbatches.
+>>>>>>> e89d2e8d4cab06362e0264c30e0adac15a68d2a1
+
+    Of equally fast ones, the one that is fastest when messages take a while longer.
     """
     chain = Chain(program)
+<<<<<<< HEAD
     orders = {fill(chain, microbatches, rule): None for rule in rules}
     schedules = [*(Schedule(name, ranks) for ranks in orders), *others]
     ends = [makespan(times(schedule, program)) for schedule in schedules]
+=======
+    clocks = [chain] if transfer == 0.0 else [chain, Chain(program, transfer)]
+    orders = {fill(clock, microbatches, rule): None for clock in clocks for rule in rules}
+    schedules = [Schedule(name, ranks) for ranks in orders]
+    ends = [makespan(times(schedule, program, transfer)) for schedule in schedules]
+>>>>>>> e89d2e8d4cab06362e0264c30e0adac15a68d2a1
     best = [s for s, end in zip(schedules, ends, strict=True) if end <= min(ends) * (1 + 1e-6)]
     delay = _DELAY * chain.mean
-    return min(best, key=lambda schedule: makespan(times(schedule, program, delay))) if best[1:] else best[0]
+
+    def slowed(nbytes: int, source: int, target: int) -> float:
+        return delay + (transfer(nbytes, source, target) if callable(transfer) else transfer)
+
+    return min(best, key=lambda schedule: makespan(times(schedule, program, slowed))) if best[1:] else best[0]
