@@ -12,12 +12,8 @@ from collections.abc import Sequence
 from smpar.schedule.actions import Action, Kind, Schedule
 from smpar.schedule.chains import is_vee, on_own_ranks, require_chain
 from smpar.schedule.filling import Chain, Rule, fill
-<<<<<<< HEAD
 from smpar.schedule.memory import counts_segments, memory
-from smpar.schedule.program import Program
-=======
 from smpar.schedule.program import Program, Transfer
->>>>>>> e89d2e8d4cab06362e0264c30e0adac15a68d2a1
 from smpar.schedule.simulate import makespan, times
 
 _DELAY = 0.1
@@ -87,9 +83,8 @@ def zbv(program: Program, microbatches: int, transfer_seconds: Transfer = 0.0) -
         Rule(free, True, 0.3, delay=0.2),
         Rule(free, False, 0.0, delay=0.3),
     ]
-<<<<<<< HEAD
     even = Schedule("zbv", _even_vee(program, microbatches))
-    return _fastest("zbv", program, microbatches, rules, [even] if _keeps_few(even, program) else [])
+    return _fastest("zbv", program, microbatches, rules, transfer_seconds, [even] if _keeps_few(even, program) else [])
 
 
 def _even_vee(program: Program, microbatches: int) -> tuple[tuple[Action, ...], ...]:
@@ -136,30 +131,22 @@ def _keeps_few(schedule: Schedule, program: Program) -> bool:
 
 
 def _fastest(
-    name: str, program: Program, microbatches: int, rules: Sequence[Rule], others: Sequence[Schedule] = ()
+    name: str,
+    program: Program,
+    microbatches: int,
+    rules: Sequence[Rule],
+    transfer: Transfer,
+    others: Sequence[Schedule] = (),
 ) -> Schedule:
     """The fastest of one order per rule, and of the others; no rank holds more than p microbatches.
-=======
-    return _fastest("zbv", program, microbatches, rules, transfer_seconds)
-
-
-def _fastest(name: str, program: Program, microbatches: int, rules: Sequence[Rule], transfer: Transfer) -> Schedule:
-    """The fastest of one order per rule, no rank holding more than p microbatches.
->>>>>>> e89d2e8d4cab06362e0264c30e0adac15a68d2a1
 
     Of equally fast ones, the one that is fastest when messages take a while longer.
     """
     chain = Chain(program)
-<<<<<<< HEAD
-    orders = {fill(chain, microbatches, rule): None for rule in rules}
-    schedules = [*(Schedule(name, ranks) for ranks in orders), *others]
-    ends = [makespan(times(schedule, program)) for schedule in schedules]
-=======
     clocks = [chain] if transfer == 0.0 else [chain, Chain(program, transfer)]
     orders = {fill(clock, microbatches, rule): None for clock in clocks for rule in rules}
-    schedules = [Schedule(name, ranks) for ranks in orders]
+    schedules = [*(Schedule(name, ranks) for ranks in orders), *others]
     ends = [makespan(times(schedule, program, transfer)) for schedule in schedules]
->>>>>>> e89d2e8d4cab06362e0264c30e0adac15a68d2a1
     best = [s for s, end in zip(schedules, ends, strict=True) if end <= min(ends) * (1 + 1e-6)]
     delay = _DELAY * chain.mean
 
