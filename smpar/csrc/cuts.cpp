@@ -126,7 +126,10 @@ class Frontiers {
         for (int k = 1; k <= all; ++k) {
             for (int begin = window_.first[k]; begin <= n - k; ++begin) {
                 const double before = prefix[all - k][begin];
-                if (objective(before + suffix[k][begin], range.low) <= loosen(range.bound))
+                if (!(objective(before + suffix[k][begin], range.low) <= loosen(range.bound))) continue;
+                if (weight == 0)  // only the least sum counts
+                    of_[k][begin].push_back({suffix[k][begin], range.low});
+                else
                     extend(k, begin, before, suffix[k - 1]);
             }
         }

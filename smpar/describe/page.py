@@ -10,7 +10,9 @@ from smpar.describe.numbers import count, duration, memory, percent
 from smpar.describe.page_style import CSS
 from smpar.describe.plans import devices_of, filled, fullest, layers_of, of_strategy, searched
 from smpar.errors import PlanError
-from smpar.planner.cost import CostModel, Memory
+from smpar.planner.cost import CostModel
+from smpar.planner.parts import Memory
+from smpar.planner.pipeline import Timeline
 from smpar.planner.plans import Plan, Plans, parts
 
 _DRAWN = 1024  # devices of a cluster that is drawn for every plan; larger ones only for the best
@@ -150,10 +152,11 @@ def _plan(number: int, plan: Plan, model: CostModel) -> Iterable[str]:
 
 def _timetable(plan: Plan, model: CostModel) -> Iterable[str]:
     s, p = plan.strategy, plan.prediction
-    table = model.timeline(s).timetable
+    line = model.timeline(s)
+    table = line.timetable
     assert table is not None, "the cost model's timelines have their actions"
     first = {rank: stage for stage, rank in reversed(list(enumerate(s.ranks)))}
-    actions, lanes = list(table), _lanes(plan, model)
+    actions, lanes = list(table), _lanes(plan, model, line)
     said = f"Timetable of {s}: {s.pp} ranks, {duration(p.seconds)} per step, bubble {percent(p.bubble, 1.0)}"
     yield "<h3>Timetable of a step</h3>"
     yield '<figure><div class="wide time">' + timetable_svg(actions, lanes, p.seconds, first, said) + "</div>"
@@ -168,13 +171,25 @@ def _timetable(plan: Plan, model: CostModel) -> Iterable[str]:
     yield f"<figcaption>{replica}Neighbouring microbatches differ in tone.{pale}</figcaption></figure>"
 
 
-def _lanes(plan: Plan, model: CostModel) -> list[list[Span]]:
-    """Each rank's sums of gradients, and the optimizer's step."""
-    p = plan.prediction
-    step = Span("o", p.pipeline + p.reduction, p.seconds)
-    return [
-        [*(Span("r", *span) for span in spans if span[0] < span[1]), step] for spans in model.reducing(plan.strategy)
-    ]
+def _lanes(plan: Plan, model: CostModel, line: Timeline) -> list[list[Span]]:
+    """Each rank's sums of gradients, tied ones over stages and all over the replicas, then the optimizer's step."""
+    s, made = plan.strategy, model.parts(plan.strategy)
+    lanes: list[list[Span]] = [[] for _ in range(s.pp)]
+    ends, done = list(line.last_backward), [line.seconds] * s.pp
+    for stages, seconds in made.tied:
+        start = max(ends[stage] for stage in stages)
+        for stage in stages:
+            ends[stage] = start + seconds
+            lanes[s.ranks[stage]].append(Span("r", start, ends[stage]))
+    free = [0.0] * s.pp
+    for stage in sorted(range(s.stages), key=ends.__getitem__):
+        rank, start = s.ranks[stage], max(free[s.ranks[stage]], ends[stage])
+        free[rank] = start + made.reductions[stage]
+        done[rank] = max(done[rank], free[rank])
+        lanes[rank].append(Span("r", start, free[rank]))
+    for rank, lane in enumerate(lanes):
+        lane.append(Span("o", done[rank], done[rank] + made.steps[rank]))
+    return [[span for span in lane if span.start < span.end] for lane in lanes]
 
 
 def _stages(plan: Plan) -> Iterable[str]:

@@ -11,11 +11,11 @@ link's rate; a network card carries all messages and rings of its node at once, 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,7 @@ import numpy.typing as npt
 from smpar.planner.cluster import Cluster
 from smpar.planner.hardware import SMPAR, Runtime
 from smpar.planner.network import FREE, Network, Replica, network, ring_seconds
+from smpar.planner.parts import Memory, Parts
 from smpar.planner.pipeline import Pipeline, Timeline, simulate_named
 from smpar.planner.profile import Profile, Seconds
 from smpar.planner.strategy import Strategy
@@ -83,20 +84,6 @@ class Prediction:
     def excess(self) -> float:
         """Bytes that the fullest device lacks; negative: has left."""
         return max(need - limit for need, limit in zip(self.memory, self.limits, strict=True))
-
-
-class Memory(NamedTuple):
-    """Bytes on one device: state of the parameters, what is kept of microbatches, what a layer needs while it runs."""
-
-    weights: float
-    gradients: float
-    optimizer: float
-    activations: float
-    working: float
-
-    @property
-    def total(self) -> float:
-        return self.weights + self.gradients + self.optimizer + self.activations + self.working
 
 
 class CostModel:
@@ -169,22 +156,50 @@ class CostModel:
     def busy(self, strategy: Strategy) -> list[float]:
         """Seconds of a step that each pipeline rank computes, in the slowest replica."""
         case = _Case(self, strategy)
-        lines = [simulate_named(p, strategy.schedule, strategy.microbatches) for p in case.pipelines]
+        lines = [simulate_named(p, strategy.schedule, strategy.microbatches) for p in case.slow]
         return [max(line.busy[rank] for line in lines) for rank in range(strategy.pp)]
 
-    def memory(self, strategy: Strategy) -> list[Memory]:
-        """What fills a device of each pipeline rank, the worst replica's."""
-        return _Case(self, strategy).memory()
+    def at_least(self, strategy: Strategy, stages: Sequence[float], ranks: Sequence[float]) -> float:
+        """Seconds that a step takes at least, from those per microbatch of stages, and of ranks, alone.
 
-    def reducing(self, strategy: Strategy) -> list[list[tuple[float, float]]]:
-        """By pipeline rank, from when to when it sums gradients; seconds from the start of the step."""
-        case = _Case(self, strategy)
-        return case.reducing([simulate_named(p, strategy.schedule, strategy.microbatches) for p in case.pipelines])
+        A rank computes all its microbatches, then its gradients are reduced and its parameters stepped. Of whole
+        backwards, the first microbatch crosses all stages before it, and the last comes back over them.
+        """
+        net, runtime, m = (
+            self.network(strategy.tp, strategy.pp, strategy.dp, strategy.devices),
+            self.runtime,
+            strategy.microbatches,
+        )
+        most = max(ranks) * m
+        if strategy.schedule in ("1f1b", "gpipe", "simple", "interleaved"):
+            before = 0.0
+            for seconds in stages:
+                before += seconds
+                most = max(most, before + (m - 1) * seconds)
+        shards = strategy.dp if strategy.shard_optimizer else 1
+        held = self.flow.parameters_of(0, self.profile.size, strategy.tp) / strategy.pp
+        ends = [
+            m * seconds + held * (runtime.reduced * per_byte + runtime.step / shards / bandwidth)
+            for seconds, per_byte, bandwidth in zip(ranks, net.reduction, net.bandwidths, strict=True)
+        ]
+        return max(most, sum(ends) / len(ends)) + runtime.fixed
+
+    def parts(self, strategy: Strategy) -> Parts:
+        """What the strategy's step is made of, for those who execute it.
+
+        Raises:
+            ProfileError: as for `predict`.
+        """
+        return _Case(self, strategy).parts()
+
+    def memory(self, strategy: Strategy) -> list[Memory]:
+        """What fills a device of each pipeline rank, in the replica that keeps most."""
+        return _Case(self, strategy).memory()
 
     def timeline(self, strategy: Strategy) -> Timeline:
         """The simulated pipeline of the slowest kind of replica, with all its actions."""
         case = _Case(self, strategy)
-        slowest = max(case.pipelines, key=lambda p: simulate_named(p, strategy.schedule, strategy.microbatches).seconds)
+        slowest = max(case.slow, key=lambda p: simulate_named(p, strategy.schedule, strategy.microbatches).seconds)
         return simulate_named(slowest, strategy.schedule, strategy.microbatches, timetable=True)
 
 
@@ -217,7 +232,8 @@ class Flow:
         self.whole_parameters = _sums([x.whole_parameters for x in layers])
         self.saved = _sums([x.saved for x in layers])
         self.whole_saved = _sums([x.whole_saved for x in layers])
-        self.transient = [x.transient for x in layers]
+        self._transient = [x.transient for x in layers]
+        self._any_transient = any(self._transient)
         self.mean_boundary = sum(self.into(i, len(layers))[0] for i in range(1, len(layers))) / max(1, len(layers) - 1)
 
     def into(self, first: int, end: int) -> tuple[float, float]:
@@ -228,6 +244,10 @@ class Flow:
             used = np.unique(self._tensor[outside & (self._target >= first) & (self._target < end)])
             found = self._known[first, end] = float(self._elements[used].sum()), float(self._graded[used].sum())
         return found
+
+    def most_transient(self, first: int, end: int) -> float:
+        """Bytes per sample that the largest of these layers needs while it runs."""
+        return max(self._transient[first:end]) if self._any_transient else 0.0
 
     def parameters_of(self, first: int, end: int, tp: int) -> float:
         """Parameters on a device that holds these layers."""
@@ -248,59 +268,64 @@ class _Case:
         self.intervals = list(zip(strategy.cuts, (*strategy.cuts[1:], model.profile.size), strict=True))
         self.parameters = [model.flow.parameters_of(a, b, strategy.tp) for a, b in self.intervals]
         self.saved = [model.flow.saved_of(a, b, strategy.tp) * strategy.microbatch for a, b in self.intervals]
-        self.reductions = [
-            held * model.runtime.reduced * self.net.reduction[rank]
-            for held, rank in zip(self.parameters, self.ranks, strict=True)
-        ]
         self.kept = [
             model.flow.into(a, b)[0] * model.runtime.message * strategy.microbatch if strategy.recomputes(s) else saved
             for s, ((a, b), saved) in enumerate(zip(self.intervals, self.saved, strict=True))
         ]
 
     @cached_property
-    def pipelines(self) -> list[Pipeline]:
-        """One for each kind of replica."""
-        return [self._pipeline(replica) for replica in self.net.replicas]
+    def slow(self) -> list[Pipeline]:
+        """Those of the kinds of replica of which one is the slowest."""
+        return [self._pipeline(self.net.replicas[kind]) for kind in self.net.slow]
 
     def _pipeline(self, replica: Replica) -> Pipeline:
         strategy, ranks, runtime = self.strategy, self.ranks, self.model.runtime
-        forward, backward, weight = [], [], []
-        for stage, (a, b) in enumerate(self.intervals):
-            rows = self.model.rows(replica.types[ranks[stage]], strategy.tp, strategy.microbatch)
-            forward.append(float(rows.forward[b] - rows.forward[a]))
-            backward.append(float(rows.backward[b] - rows.backward[a]) + forward[-1] * strategy.recomputes(stage))
-            weight.append(min(float(rows.weight[b] - rows.weight[a]), backward[-1]))  # sums are rounded
-        wires: tuple[list[float], list[float]] = ([], [])
-        latency = []
-        for stage in range(strategy.stages - 1):
-            source, target = ranks[stage], ranks[stage + 1]
-            way = FREE
-            if source != target:
-                way = replica.ways[source if target == (source + 1) % strategy.pp else target]
-            latency.append(way.latency)
-            for wire, elements in zip(wires, self.model.flow.into(*self.intervals[stage + 1]), strict=True):
-                wire.append(elements * runtime.message * strategy.microbatch * way.per_byte)
+        times = {name: self._times(name) for name in set(replica.types)}
+        forward, backward, weight = (
+            [times[replica.types[rank]][part][stage] for stage, rank in enumerate(ranks)] for part in range(3)
+        )
+        ways = [
+            FREE if a == b else replica.ways[a if b == (a + 1) % strategy.pp else b]
+            for a, b in itertools.pairwise(ranks)
+        ]
+        size = runtime.message * strategy.microbatch
+        crossing = [self.model.flow.into(*interval) for interval in self.intervals[1:]]
+        there = [elements * size * way.per_byte for (elements, _), way in zip(crossing, ways, strict=True)]
+        back = [elements * size * way.per_byte for (_, elements), way in zip(crossing, ways, strict=True)]
+        latency = [way.latency for way in ways]
         if runtime.blocking:  # the sender waits with its message, which arrives when both are done
-            for stage, (there, back, late) in enumerate(zip(*wires, latency, strict=True)):
-                forward[stage] += there + late
-                backward[stage + 1] += back + late
-            wires, latency = ([0.0] * len(latency), [0.0] * len(latency)), [0.0] * len(latency)
+            for stage, late in enumerate(latency):
+                forward[stage] += there[stage] + late
+                backward[stage + 1] += back[stage] + late
+            there = back = latency = [0.0] * len(ways)
         return Pipeline(
-            tuple(ranks), tuple(forward), tuple(backward), tuple(weight), tuple(map(math.ceil, self.kept)),
-            tuple(wires[0]), tuple(wires[1]), tuple(latency), tuple(latency),
+            ranks, tuple(forward), tuple(backward), tuple(weight), tuple(map(math.ceil, self.kept)),
+            tuple(there), tuple(back), tuple(latency), tuple(latency),
         )  # fmt: skip
+
+    def _times(self, device: str) -> tuple[list[float], list[float], list[float]]:
+        """Forward, backward and its weights' part of each stage on that device type."""
+        strategy = self.strategy
+        rows = self.model.rows(device, strategy.tp, strategy.microbatch)
+        edges = [*strategy.cuts, self.model.profile.size]
+        forward, backward, weight = (np.diff(row[edges]) for row in (rows.forward, rows.backward, rows.weight))
+        if strategy.recompute:
+            backward = backward + forward * strategy.recompute
+        return forward.tolist(), backward.tolist(), np.minimum(weight, backward).tolist()  # sums are rounded
 
     def prediction(self) -> Prediction:
         strategy, runtime, net = self.strategy, self.model.runtime, self.net
-        lines = [simulate_named(p, strategy.schedule, strategy.microbatches) for p in self.pipelines]
+        lines = [simulate_named(p, strategy.schedule, strategy.microbatches) for p in self.slow]
+        ends = [max(line.last_backward[s] for line in lines) for s in range(strategy.stages)]
         end = max(line.seconds for line in lines)
-        done = [spans[-1][1] for spans in self.reducing(lines)]
+        reductions = self._reductions()
+        ends = self._tied(ends)
+        done = [0.0] * strategy.pp
+        for stage in sorted(range(strategy.stages), key=ends.__getitem__):  # a rank's reductions come one by one
+            rank = self.ranks[stage]
+            done[rank] = max(done[rank], ends[stage]) + reductions[stage]
         reduced = max(end, *done)
-        steps = [
-            self._held(rank) * runtime.step / (strategy.dp if strategy.shard_optimizer else 1) / net.bandwidths[rank]
-            for rank in range(strategy.pp)
-        ]
-        total = max(max(end, done[rank]) + steps[rank] + self._gathering(rank) for rank in range(strategy.pp))
+        total = max(max(end, done[rank]) + self._step(rank) for rank in range(strategy.pp))
         busy = [max(line.busy[rank] for line in lines) for rank in range(strategy.pp)]
         return Prediction(
             total + runtime.fixed,
@@ -308,33 +333,22 @@ class _Case:
             reduced - end,
             total - reduced,
             1.0 - sum(busy) / (strategy.pp * end) if end else 0.0,
-            tuple(memory.total for memory in self.memory(lines)),
+            self._memory([max(line.peak_bytes[rank] for line in lines) for rank in range(strategy.pp)]),
             net.limits,
-            self._stages(),
+            self._stages(reductions),
         )
 
-    def reducing(self, lines: Sequence[Timeline]) -> list[list[tuple[float, float]]]:
-        """By pipeline rank, from when to when it sums gradients: tied ones over stages, then all over the replicas.
+    def _tied(self, ends: list[float]) -> list[float]:
+        """When each stage has the gradients of its parameters complete: tied ones are first summed over their stages.
 
-        A sum over stages starts when the last of them has its part; a rank's reductions come one by one.
-
-        Args:
-            lines: of all kinds of replica; the last one counts.
+        A sum starts when the last of its stages has its part.
         """
-        ends = [max(line.last_backward[s] for line in lines) for s in range(self.strategy.stages)]
-        spans: list[list[tuple[float, float]]] = [[] for _ in range(self.strategy.pp)]
+        ends = list(ends)
         for tied, (stages, seconds) in self._ties().items():
-            start = max(ends[s] for s in stages)
+            end = max(ends[s] for s in stages) + seconds * self.model.profile.tied[tied].parameters
             for stage in stages:
-                ends[stage] = start + seconds * self.model.profile.tied[tied].parameters
-                spans[self.ranks[stage]].append((start, ends[stage]))
-        done = [0.0] * self.strategy.pp
-        for stage in sorted(range(self.strategy.stages), key=ends.__getitem__):
-            rank = self.ranks[stage]
-            start = max(done[rank], ends[stage])
-            done[rank] = start + self.reductions[stage]
-            spans[rank].append((start, done[rank]))
-        return spans
+                ends[stage] = end
+        return ends
 
     def _ties(self) -> dict[int, tuple[tuple[int, ...], float]]:
         """Tied parameters on several ranks: their stages, and seconds per parameter of the sum over those."""
@@ -348,48 +362,95 @@ class _Case:
                 found[index] = stages, per_byte * runtime.tied / strategy.tp
         return found
 
-    def _held(self, rank: int) -> float:
-        """Parameters on a device of that rank; those tied between its stages count twice."""
-        return sum(p for p, r in zip(self.parameters, self.ranks, strict=True) if r == rank)
+    @cached_property
+    def held(self) -> list[float]:
+        """Parameters on a device of each rank; those tied between its stages count twice."""
+        held = [0.0] * self.strategy.pp
+        for parameters, rank in zip(self.parameters, self.ranks, strict=True):
+            held[rank] += parameters
+        return held
+
+    def parts(self) -> Parts:
+        return Parts(
+            tuple(map(self._pipeline, self.net.replicas)),
+            self.net.kinds,
+            tuple(self._reductions()),
+            tuple(
+                (stages, seconds * self.model.profile.tied[tied].parameters)
+                for tied, (stages, seconds) in self._ties().items()
+            ),
+            tuple(self._step(rank) + self.model.runtime.fixed for rank in range(self.strategy.pp)),
+        )
+
+    def _reductions(self) -> list[float]:
+        """By stage, seconds of the reduction of its gradients over the replicas."""
+        reduced = self.model.runtime.reduced
+        return [p * reduced * self.net.reduction[r] for p, r in zip(self.parameters, self.ranks, strict=True)]
+
+    def _step(self, rank: int) -> float:
+        """Seconds of the optimizer on a device of that rank."""
+        parts = self.strategy.dp if self.strategy.shard_optimizer else 1
+        seconds = self.held[rank] * self.model.runtime.step / parts / self.net.bandwidths[rank]
+        return seconds + self._gathering(rank)
 
     def _gathering(self, rank: int) -> float:
         """Seconds in which replicas that share the optimizer's work tell each other the new parameters."""
         if not self.strategy.shard_optimizer:
             return 0.0
-        return self._held(rank) * self.model.runtime.weight * self.net.reduction[rank] / 2
+        return self.held[rank] * self.model.runtime.weight * self.net.reduction[rank] / 2
 
-    def memory(self, lines: Sequence[Timeline] = ()) -> list[Memory]:
-        """By pipeline rank: state, what is kept of microbatches in flight, and the largest layer's working memory.
+    def _memory(self, activations: list[int]) -> tuple[float, ...]:
+        """Bytes on a device of each rank: state, what is kept of microbatches in flight, and working memory.
 
-        Args:
-            lines: the simulated pipelines, if they are there already.
+        A rank works on one stage at a time: on its largest layer, and on all that it computes again.
         """
-        strategy = self.strategy
-        lines = lines or [simulate_named(p, strategy.schedule, strategy.microbatches) for p in self.pipelines]
-        return [self._memory(rank, max(line.peak_bytes[rank] for line in lines)) for rank in range(strategy.pp)]
+        runtime = self.model.runtime
+        state = runtime.weight + runtime.gradient + runtime.optimizer / self._shards
+        return tuple(
+            held * state + kept + most for held, kept, most in zip(self.held, activations, self._working(), strict=True)
+        )
 
-    def _memory(self, rank: int, activations: float) -> Memory:
+    def memory(self) -> list[Memory]:
+        """The same by its parts."""
         strategy, runtime = self.strategy, self.model.runtime
-        optimizer = runtime.optimizer / (strategy.dp if strategy.shard_optimizer else 1)
-        working = 0.0
-        for stage, (a, b) in enumerate(self.intervals):
-            if self.ranks[stage] == rank:
-                again = self.saved[stage] if strategy.recomputes(stage) else 0.0
-                layers = max(self.model.flow.transient[a:b], default=0.0) * strategy.microbatch / strategy.tp
-                working = max(working, again + layers)
-        held = self._held(rank)
-        return Memory(held * runtime.weight, held * runtime.gradient, held * optimizer, activations, working)
+        lines = [simulate_named(p, strategy.schedule, strategy.microbatches) for p in self.slow]
+        return [
+            Memory(
+                held * runtime.weight,
+                held * runtime.gradient,
+                held * runtime.optimizer / self._shards,
+                max(line.peak_bytes[rank] for line in lines),
+                working,
+            )
+            for rank, (held, working) in enumerate(zip(self.held, self._working(), strict=True))
+        ]
 
-    def _stages(self) -> tuple[Stage, ...]:
+    @property
+    def _shards(self) -> int:
+        """Replicas that divide the optimizer's state."""
+        return self.strategy.dp if self.strategy.shard_optimizer else 1
+
+    def _working(self) -> list[float]:
+        """Bytes that each rank needs only while it runs a stage."""
+        strategy = self.strategy
+        working = [0.0] * strategy.pp
+        for stage, (a, b) in enumerate(self.intervals):
+            layers = self.model.flow.most_transient(a, b) * strategy.microbatch / strategy.tp
+            again = self.saved[stage] if strategy.recomputes(stage) else 0.0
+            rank = self.ranks[stage]
+            working[rank] = max(working[rank], layers + again)
+        return working
+
+    def _stages(self, reductions: list[float]) -> tuple[Stage, ...]:
         state = self.model.runtime.state
-        slow = max(self.pipelines, key=lambda p: sum(p.forward) + sum(p.backward))
+        slow = max(self.slow, key=lambda p: sum(p.forward) + sum(p.backward))
         return tuple(
             Stage(
                 interval,
                 slow.forward[s],
                 slow.backward[s],
                 (slow.wire_forward[s - 1] + slow.latency_forward[s - 1]) if s else 0.0,
-                self.reductions[s],
+                reductions[s],
                 self.parameters[s] * state + self.kept[s],
             )
             for s, interval in enumerate(self.intervals)
