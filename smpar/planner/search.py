@@ -16,8 +16,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from smpar.errors import PlanError, TooFewUnits
+from smpar.errors import PlanError
 from smpar.planner.balance import Balancer
 from smpar.planner.cost import CostModel, Prediction
 from smpar.planner.plans import Plan, Plans, explain
@@ -27,6 +28,8 @@ from smpar.planner.strategy import Strategy
 Progress = Callable[[int, int, float], None]
 """Called now and then with: degrees done, degrees in all, best seconds so far (infinity before the first)."""
 
+_PLACED = 3
+"""Of the placements of some degrees, how many are tried under every schedule: the fastest under the first."""
 _REFINED = 3  # of the best strategies, whose cuts are moved to and fro
 
 
@@ -57,6 +60,16 @@ def search(
             "the global batch is a whole number of samples, 1 or more", f"{global_batch!r}", "global_batch=32"
         )
     return _Search(model, global_batch, constraints or Constraints(), keep, progress).run()
+
+
+class _Thrift(NamedTuple):
+    """Ways to save memory."""
+
+    recompute: bool
+    shard: bool
+
+
+_THRIFTS = tuple(_Thrift(recompute, shard) for recompute in (False, True) for shard in (False, True))
 
 
 @dataclass(frozen=True)
@@ -170,30 +183,30 @@ class _Search:
         return sorted(speeds, reverse=True), min(ways, default=0.0)
 
     def _try(self, case: Degrees) -> None:
+        """All placements under the first schedule; the best few of them under the others, too."""
         speeds = {name: 1.0 / self._whole(name, case) for name in self._types(case.tp)}
         known = {node.device: speeds.get(node.device, 0.0) for node in self.model.cluster.nodes}
+        names = list(schedules(case.pp, self.model.profile.size, self.constraints, self.model.runtime.schedules))
+        if not names:
+            return
+        first, *others = names
+        tried: list[tuple[float, int, tuple[int, ...], _Thrift | None]] = []
         for devices in placements(self.model.cluster, case.tp, case.pp, case.dp, known):
-            used = {self.model.cluster.type_of(device).name for device in devices}
-            if not used <= speeds.keys():
-                continue
-            net = self.model.network(case.tp, case.pp, case.dp, devices)
-            even = [max(self._whole(name, case) for name in names) / case.pp for names in net.types]
-            for name, virtual in schedules(
-                case.pp, self.model.profile.size, self.constraints, self.model.runtime.schedules
-            ):
-                if not self._hopeless(case, devices, name, virtual, even):
-                    self._try_thrift(case, devices, name, virtual)
+            if {self.model.cluster.type_of(device).name for device in devices} <= speeds.keys():
+                seconds, thrift = self._try_thrift(case, devices, *first)
+                tried.append((seconds, len(tried), devices, thrift))
+        for _, _, devices, thrift in sorted(tried)[:_PLACED]:
+            for name, virtual in others:
+                self._try_thrift(case, devices, name, virtual, thrift)
 
-    def _hopeless(self, case: Degrees, devices: tuple[int, ...], name: str, virtual: int, even: list[float]) -> bool:
-        """Whether even stages, on devices as fast as these in all, would be too slow."""
-        speed = sum(1.0 / seconds for seconds in even)
-        strategy = Strategy(
-            case.tp, case.pp, case.dp, case.microbatch, case.microbatches, name, virtual, (), devices, (), case.dp > 1
-        )
-        each = [1.0 / speed] * case.pp
-        hopeless = self.model.at_least(strategy, each, each) >= self.worst_kept
-        self.counts["bounded"] += hopeless
-        return hopeless
+    def _hopeless(self, strategy: Strategy) -> float | None:
+        """Seconds at least, if even stages on devices as fast as these in all would be too slow."""
+        net = self.model.network(strategy.tp, strategy.pp, strategy.dp, strategy.devices)
+        rows = {n: self.model.rows(n, strategy.tp, strategy.microbatch) for names in net.types for n in names}
+        whole = {n: max(float(row.forward[-1] + row.backward[-1]), 1e-300) for n, row in rows.items()}
+        each = [1.0 / sum(1.0 / max(whole[n] for n in names) for names in net.types)] * strategy.pp
+        least = self.model.at_least(strategy, each, each)
+        return least if least >= self.worst_kept else None
 
     def _types(self, tp: int) -> list[str]:
         there = {node.device for node in self.model.cluster.nodes}
@@ -203,47 +216,62 @@ class _Search:
         rows = self.model.rows(name, case.tp, case.microbatch)
         return max(float(rows.forward[-1] + rows.backward[-1]), 1e-300)
 
-    def _try_thrift(self, case: Degrees, devices: tuple[int, ...], name: str, virtual: int) -> None:
-        """Without saving memory, if that fits; else by the cheapest means that do."""
-        for recompute in ("none", "full"):
-            if recompute == "full" and not self.model.runtime.recomputes:
-                continue
-            if not self.constraints.allows("recompute", recompute):
-                continue
-            fitting = False
-            for shard in (False, True) if case.dp > 1 and self.model.runtime.shards else (False,):
-                if self.constraints.allows("shard_optimizer", shard):
-                    fitting |= self._evaluate(case, devices, name, virtual, recompute == "full", shard)
-            if fitting:
-                return
+    def _try_thrift(
+        self, case: Degrees, devices: tuple[int, ...], name: str, virtual: int, known: _Thrift | None = None
+    ) -> tuple[float, _Thrift | None]:
+        """The best of the ways to save memory: its seconds, and which it is; infinity and None if nothing fits.
 
-    def _evaluate(
-        self, case: Degrees, devices: tuple[int, ...], name: str, virtual: int, recompute: bool, shard: bool
-    ) -> bool:
-        """Predict one strategy and keep it if it is good; whether it fits."""
+        No more is recomputed than has to be, as that only takes time.
+
+        Args:
+            known: which one was best under another schedule: the first from there on that fits is taken.
+        """
+        best: tuple[float, _Thrift | None] = float("inf"), None
+        for thrift in _THRIFTS[_THRIFTS.index(known) if known else 0 :]:
+            if best[1] is not None and (known or thrift.recompute != best[1].recompute):
+                break
+            if self._may(thrift, case):
+                seconds = self._evaluate(case, devices, name, virtual, thrift)
+                best = (seconds, thrift) if seconds < best[0] else best
+        return best
+
+    def _may(self, thrift: _Thrift, case: Degrees) -> bool:
+        runtime, allows = self.model.runtime, self.constraints.allows
+        shard = not thrift.shard or (case.dp > 1 and runtime.shards)
+        return (
+            shard
+            and (runtime.recomputes or not thrift.recompute)
+            and allows("recompute", "full" if thrift.recompute else "none")
+            and allows("shard_optimizer", thrift.shard)
+        )
+
+    def _evaluate(self, case: Degrees, devices: tuple[int, ...], name: str, virtual: int, thrift: _Thrift) -> float:
+        """Seconds of a strategy, kept if it is good; if it cannot be, at least so many; infinity: too large."""
         stages = case.pp * virtual
         strategy = Strategy(
             case.tp, case.pp, case.dp, case.microbatch, case.microbatches, name, virtual,
-            tuple(range(stages)), devices, (recompute,) * stages if recompute else (), shard,
+            tuple(range(stages)), devices, (True,) * stages if thrift.recompute else (), thrift.shard,
         )  # fmt: skip
-        try:
-            cuts = self.balancer.cuts(strategy)
-        except TooFewUnits:
-            return True
+        hopeless = self._hopeless(strategy)
+        if hopeless is not None:
+            self.counts["bounded"] += 1
+            return hopeless
+        cuts = self.balancer.cuts(strategy)
         if cuts is None:
             self._missed(strategy, None)
-            return False
-        if self.model.at_least(strategy, cuts.stages, cuts.ranks) >= self.worst_kept:
+            return float("inf")
+        least = self.model.at_least(strategy, cuts.stages, cuts.ranks)
+        if least >= self.worst_kept:
             self.counts["bounded"] += 1
-            return True
+            return least
         return self._consider(replace(strategy, cuts=cuts.cuts))
 
-    def _consider(self, strategy: Strategy) -> bool:
+    def _consider(self, strategy: Strategy) -> float:
         prediction = self.model.predict(strategy)
         self.counts["simulated"] += 1
         if not prediction.fits:
             self._missed(strategy, prediction)
-            return False
+            return float("inf")
         found = _Found(strategy, prediction)
         self._note(found)
         before = self.best.get(found.kind)
@@ -251,7 +279,7 @@ class _Search:
             self.best[found.kind] = found
             if len(self.best) >= self.keep:
                 self.worst_kept = heapq.nsmallest(self.keep, (f.seconds for f in self.best.values()))[-1]
-        return True
+        return found.seconds
 
     def _note(self, found: _Found) -> None:
         """The best seconds with so many devices, and with such degrees."""
