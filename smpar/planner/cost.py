@@ -222,12 +222,21 @@ class _Case:
         self.ranks = strategy.ranks
         self.net = model.network(strategy.tp, strategy.pp, strategy.dp, strategy.devices)
         self.intervals = list(zip(strategy.cuts, (*strategy.cuts[1:], model.profile.size), strict=True))
-        self.parameters = [model.flow.parameters_of(a, b, strategy.tp) for a, b in self.intervals]
+        self.parameters = [
+            model.flow.parameters_of(a, b, strategy.tp) - self._repeated(a, b) / strategy.tp for a, b in self.intervals
+        ]
         self.saved = [model.flow.saved_of(a, b, strategy.tp) * strategy.microbatch for a, b in self.intervals]
         self.kept = [
             model.flow.into(a, b)[0] * model.runtime.message * strategy.microbatch if strategy.recomputes(s) else saved
             for s, ((a, b), saved) in enumerate(zip(self.intervals, self.saved, strict=True))
         ]
+
+    def _repeated(self, first: int, end: int) -> float:
+        """Parameters that several layers of a stage share, counted more than once in the layers' sum."""
+        return sum(
+            tied.parameters * max(0, sum(first <= i < end for i in set(tied.layers)) - 1)
+            for tied in self.model.profile.tied
+        )
 
     @cached_property
     def pipelines(self) -> list[Pipeline]:
@@ -277,7 +286,10 @@ class _Case:
             done[rank] = max(done[rank], ends[stage]) + reductions[stage]
         reduced = max(end, *done)
         steps = [
-            self._held(rank) * runtime.step / (strategy.dp if strategy.shard_optimizer else 1) / net.bandwidths[rank]
+            self._held(rank)
+            * runtime.step
+            / (strategy.dp if strategy.shard_optimizer else 1)
+            / (net.bandwidths[rank] * runtime.memory)
             for rank in range(strategy.pp)
         ]
         total = max(max(end, done[rank]) + steps[rank] + self._gathering(rank) for rank in range(strategy.pp))

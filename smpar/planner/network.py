@@ -154,7 +154,7 @@ def _rate(cluster: Cluster, runtime: Runtime, a: int, b: int) -> float:
     stated = cluster.link(a, b).bandwidth
     if cluster.measured:
         return stated
-    return stated * (runtime.intra if cluster.same_node(a, b) else runtime.nic)
+    return stated * runtime.intra if cluster.same_node(a, b) else min(stated * runtime.nic, runtime.nic_most)
 
 
 def _way(cluster: Cluster, runtime: Runtime, a: int, b: int, share: int) -> Way:

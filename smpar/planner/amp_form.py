@@ -1,0 +1,196 @@
+"""AMP's own closed form (arXiv 2210.07297, section 3), and the search of its space; a baseline.
+
+With c_k the seconds of stage k for a microbatch, n microbatches, and e_k the seconds of one message behind stage k::
+
+    sum of c + (n - 1) max of c  +  sum of e  +  max of reductions
+    |0 1 2 3 ...                 |  once each   |  after the last
+
+Times are proportional to the microbatch's size, forward and backward together three times the forward; elements and
+gradients have four bytes; nothing shares a network card; memory is not looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from smpar.planner.cluster import Cluster
+from smpar.planner.cost import CostModel
+from smpar.planner.profile import Profile, Tied
+from smpar.planner.space import Constraints, degrees, placements
+from smpar.planner.strategy import Strategy
+
+FULL = 4.0
+"""Bytes of an element, of activations as of gradients."""
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class AmpCosts:
+    """A model as AMP sees it.
+
+    Attributes:
+        forward: (device type, tensor-parallel degree) -> by layer, seconds of one sample's forward.
+        parameters: by layer; tensor parallelism divides them.
+        boundary: by layer, elements per sample that cross a boundary behind it.
+        divided: by layer, whether tensor parallelism divides `boundary`.
+        places: layers before which a cut may be.
+        tied: parameters that a stage with all their layers has once.
+    """
+
+    forward: Mapping[tuple[str, int], tuple[float, ...]]
+    parameters: tuple[float, ...]
+    boundary: tuple[float, ...]
+    divided: tuple[bool, ...]
+    places: tuple[int, ...]
+    tied: tuple[Tied, ...] = ()
+
+    @classmethod
+    def of(cls, profile: Profile) -> AmpCosts:
+        """Of a profile, by its times for one sample and the tensors that its boundaries cut."""
+        size = profile.size
+        crossing = [
+            sum(t.elements for t in profile.tensors if t.source <= i < max(t.targets, default=-1)) for i in range(size)
+        ]
+        return cls(
+            {(t.device, t.tp): profile.seconds(t.device, t.tp, 1).forward for t in profile.times},
+            tuple(layer.parameters for layer in profile.layers),
+            tuple(crossing),
+            (False,) * size,
+            tuple(range(1, size)),
+            profile.tied,
+        )
+
+
+def amp_seconds(costs: AmpCosts, cluster: Cluster, strategy: Strategy) -> float:
+    """What AMP's closed form says that a step takes."""
+    cuts = strategy.cuts
+    ends = (*cuts[1:], len(costs.parameters))
+    sums = {device: _sums(row) for (device, tp), row in costs.forward.items() if tp == strategy.tp}
+    stages = [
+        3 * strategy.microbatch * (sums[name][b] - sums[name][a])
+        for name, a, b in zip(_types(costs, cluster, strategy), cuts, ends, strict=True)
+    ]
+    messages = sum(_message(costs, cluster, strategy, stage, end - 1) for stage, end in enumerate(ends[:-1]))
+    reductions = [
+        _reduction(costs, cluster, strategy, stage, a, b) for stage, (a, b) in enumerate(zip(cuts, ends, strict=True))
+    ]
+    return float(sum(stages) + (strategy.microbatches - 1) * max(stages) + messages + max(reductions))
+
+
+def amp_cuts(costs: AmpCosts, cluster: Cluster, strategy: Strategy) -> tuple[int, ...] | None:
+    """The cuts that are best for its pipeline (the reduction is not looked at); None if there are too few places.
+
+    As AMP's dynamic program, with the largest stage's seconds given; but of these only those that can be best are tried.
+    """
+    at = np.array([0, *costs.places, len(costs.parameters)])
+    count = strategy.pp
+    if len(at) <= count:
+        return None
+    if count == 1:
+        return (0,)
+    each = []  # by stage: seconds between two places
+    for name in _types(costs, cluster, strategy):
+        sums = np.array(_sums(costs.forward[name, strategy.tp]))[at] * 3 * strategy.microbatch
+        each.append(np.where(at[:, None] < at[None, :], sums[None, :] - sums[:, None], np.inf))
+    leaving = [
+        np.array([_message(costs, cluster, strategy, stage, max(0, end - 1)) for end in at])
+        for stage in range(count - 1)
+    ] + [np.zeros(len(at))]
+    largest = np.unique(np.concatenate([m[np.isfinite(m)] for m in each]))
+    low, high = 0, len(largest) - 1
+    while low < high:  # the smallest of the largest that any cuts have
+        middle = (low + high) // 2
+        low, high = (low, middle) if np.isfinite(_under(each, leaving, largest[middle])[0]) else (middle + 1, high)
+    follow = strategy.microbatches - 1
+    least = _under(each, leaving, np.inf)[0]
+    best, found = np.inf, None
+    for cap in largest[low:]:
+        if follow * cap + least >= best:
+            break
+        total, cuts = _under(each, leaving, cap)
+        if total + follow * cap < best:
+            best, found = total + follow * cap, cuts
+    return tuple(int(at[i]) for i in found) if found is not None else None
+
+
+def _under(each: Sequence[Floats], leaving: Sequence[Floats], cap: float) -> tuple[float, list[int]]:
+    """The least sum of stages and messages with no stage above `cap`, and the places where its stages begin."""
+    size = len(each[0])
+    reached = np.full(size, np.inf)
+    reached[0] = 0.0
+    back = []
+    for stage, after in zip(each, leaving, strict=True):
+        sums = reached[:, None] + np.where(stage <= cap, stage, np.inf) + after[None, :]
+        back.append(np.argmin(sums, axis=0))
+        reached = sums[back[-1], np.arange(size)]
+    here, starts = size - 1, []
+    for before in reversed(back):
+        here = int(before[here])
+        starts.append(here)
+    return float(reached[-1]), starts[::-1]
+
+
+def amp_candidates(
+    model: CostModel, costs: AmpCosts, global_batch: int, constraints: Constraints
+) -> Iterator[tuple[float, Strategy]]:
+    """AMP's space: all degrees on all devices, stage by stage along them in their order or type by type.
+
+    Yields:
+        Seconds by its closed form, and the strategy with its best cuts, in no order.
+    """
+    cluster = model.cluster
+    known = {node.device for node in cluster.nodes}
+    tensor = {tp for name, tp in costs.forward if name in known}
+    for case in degrees(cluster, len(costs.places) + 1, tuple(tensor), global_batch, constraints):
+        if case.devices != cluster.size or not all((name, case.tp) in costs.forward for name in known):
+            continue
+        speed = {name: 1 / max(sum(costs.forward[name, case.tp]), 1e-300) for name in known}
+        orders = [tuple(range(cluster.size)), *placements(cluster, case.tp, case.pp, case.dp, speed)]
+        for devices in dict.fromkeys(orders if len(known) > 1 else orders[:1]):
+            strategy = Strategy(
+                case.tp, case.pp, case.dp, case.microbatch, case.microbatches, "1f1b", 1, tuple(range(case.pp)), devices
+            )
+            cuts = amp_cuts(costs, cluster, strategy)
+            if cuts is not None:
+                strategy = replace(strategy, cuts=cuts)
+                yield amp_seconds(costs, cluster, strategy), strategy
+
+
+def _types(costs: AmpCosts, cluster: Cluster, strategy: Strategy) -> list[str]:
+    """By stage, the slowest device type that holds it."""
+    width = strategy.tp * strategy.dp
+    found = []
+    for stage in range(strategy.pp):
+        names = {cluster.type_of(device).name for device in strategy.devices[stage * width : (stage + 1) * width]}
+        found.append(max(sorted(names), key=lambda name: sum(costs.forward[name, strategy.tp])))
+    return found
+
+
+def _message(costs: AmpCosts, cluster: Cluster, strategy: Strategy, stage: int, layer: int) -> float:
+    """Seconds of a message behind a stage whose last layer is `layer`, between the stages' first devices."""
+    elements = strategy.microbatch * costs.boundary[layer] / (strategy.tp if costs.divided[layer] else 1)
+    return FULL * elements / cluster.link(strategy.place(stage), strategy.place(stage + 1)).bandwidth
+
+
+def _reduction(costs: AmpCosts, cluster: Cluster, strategy: Strategy, stage: int, first: int, end: int) -> float:
+    """Seconds of a ring over the replicas."""
+    if strategy.dp == 1:
+        return 0.0
+    parameters = sum(costs.parameters[first:end]) - sum(
+        t.parameters * (len(t.layers) - 1) for t in costs.tied if all(first <= i < end for i in t.layers)
+    )
+    ring = [strategy.place(stage, d) for d in range(strategy.dp)]
+    slowest = min(cluster.link(a, b).bandwidth for a, b in zip(ring, (*ring[1:], ring[0]), strict=True))
+    return 2 * (strategy.dp - 1) / strategy.dp * FULL * parameters / strategy.tp / slowest
+
+
+def _sums(row: Sequence[float]) -> list[float]:
+    sums = [0.0]
+    for seconds in row:
+        sums.append(sums[-1] + seconds)
+    return sums
