@@ -77,45 +77,62 @@ def amp_seconds(costs: AmpCosts, cluster: Cluster, strategy: Strategy) -> float:
     ]
     messages = sum(_message(costs, cluster, strategy, stage, end - 1) for stage, end in enumerate(ends[:-1]))
     reductions = [
-        _reduction(costs, cluster, strategy, stage, a, b) for stage, (a, b) in enumerate(zip(cuts, ends, strict=True))
+        _ring(cluster, strategy, stage) * _parameters(costs, a, b)
+        for stage, (a, b) in enumerate(zip(cuts, ends, strict=True))
     ]
     return float(sum(stages) + (strategy.microbatches - 1) * max(stages) + messages + max(reductions))
 
 
 def amp_cuts(costs: AmpCosts, cluster: Cluster, strategy: Strategy) -> tuple[int, ...] | None:
-    """The cuts that are best for its pipeline (the reduction is not looked at); None if there are too few places.
+    """The cuts that are best by the closed form, whatever the strategy's own; None if there are too few places.
 
-    As AMP's dynamic program, with the largest stage's seconds given; but of these only those that can be best are tried.
+    As AMP's dynamic program, with the largest stage's seconds given; but only those that can be best are tried. The
+    largest reduction is then forbidden, as long as what is left may be better.
     """
     at = np.array([0, *costs.places, len(costs.parameters)])
-    count = strategy.pp
-    if len(at) <= count:
+    if len(at) <= strategy.pp:
         return None
-    if count == 1:
-        return (0,)
-    each = []  # by stage: seconds between two places
-    for name in _types(costs, cluster, strategy):
+    later = at[:, None] < at[None, :]
+    each, reductions, messages = [], [], []  # by stage, of layers from one place to another
+    parameters = np.array([[_parameters(costs, a, b) if a < b else 0.0 for b in at] for a in at])
+    for stage, name in enumerate(_types(costs, cluster, strategy)):
         sums = np.array(_sums(costs.forward[name, strategy.tp]))[at] * 3 * strategy.microbatch
-        each.append(np.where(at[:, None] < at[None, :], sums[None, :] - sums[:, None], np.inf))
-    leaving = [
-        np.array([_message(costs, cluster, strategy, stage, max(0, end - 1)) for end in at])
-        for stage in range(count - 1)
-    ] + [np.zeros(len(at))]
-    largest = np.unique(np.concatenate([m[np.isfinite(m)] for m in each]))
+        each.append(np.where(later, sums[None, :] - sums[:, None], np.inf))
+        reductions.append(_ring(cluster, strategy, stage) * parameters)
+        last = stage == strategy.pp - 1
+        messages.append(
+            np.array([0.0 if last else _message(costs, cluster, strategy, stage, max(0, end - 1)) for end in at])
+        )
+    best, found = np.inf, None
+    while True:
+        seconds, places = _pipeline(each, messages, strategy.microbatches - 1)
+        if seconds >= best:
+            return tuple(int(at[i]) for i in found) if found is not None else None
+        ends = (*places[1:], len(at) - 1)
+        most = max(float(r[a, b]) for r, a, b in zip(reductions, places, ends, strict=True))
+        if seconds + most < best:
+            best, found = seconds + most, places
+        each = [np.where(r < most, e, np.inf) for e, r in zip(each, reductions, strict=True)]
+
+
+def _pipeline(each: Sequence[Floats], messages: Sequence[Floats], follow: int) -> tuple[float, list[int]]:
+    """The least of sum + follow * max of stages + messages, and the places where stages begin."""
+    largest = np.unique(np.concatenate([stage[np.isfinite(stage)] for stage in each]))
+    if not len(largest):
+        return np.inf, []
     low, high = 0, len(largest) - 1
     while low < high:  # the smallest of the largest that any cuts have
         middle = (low + high) // 2
-        low, high = (low, middle) if np.isfinite(_under(each, leaving, largest[middle])[0]) else (middle + 1, high)
-    follow = strategy.microbatches - 1
-    least = _under(each, leaving, np.inf)[0]
-    best, found = np.inf, None
+        low, high = (low, middle) if np.isfinite(_under(each, messages, largest[middle])[0]) else (middle + 1, high)
+    least = _under(each, messages, np.inf)[0]
+    best: tuple[float, list[int]] = np.inf, []
     for cap in largest[low:]:
-        if follow * cap + least >= best:
+        if follow * cap + least >= best[0]:
             break
-        total, cuts = _under(each, leaving, cap)
-        if total + follow * cap < best:
-            best, found = total + follow * cap, cuts
-    return tuple(int(at[i]) for i in found) if found is not None else None
+        total, places = _under(each, messages, cap)
+        if total + follow * cap < best[0]:
+            best = total + follow * float(cap), places
+    return best
 
 
 def _under(each: Sequence[Floats], leaving: Sequence[Floats], cap: float) -> tuple[float, list[int]]:
@@ -177,16 +194,20 @@ def _message(costs: AmpCosts, cluster: Cluster, strategy: Strategy, stage: int, 
     return FULL * elements / cluster.link(strategy.place(stage), strategy.place(stage + 1)).bandwidth
 
 
-def _reduction(costs: AmpCosts, cluster: Cluster, strategy: Strategy, stage: int, first: int, end: int) -> float:
-    """Seconds of a ring over the replicas."""
-    if strategy.dp == 1:
-        return 0.0
-    parameters = sum(costs.parameters[first:end]) - sum(
+def _parameters(costs: AmpCosts, first: int, end: int) -> float:
+    """Of a stage."""
+    return sum(costs.parameters[first:end]) - sum(
         t.parameters * (len(t.layers) - 1) for t in costs.tied if all(first <= i < end for i in t.layers)
     )
+
+
+def _ring(cluster: Cluster, strategy: Strategy, stage: int) -> float:
+    """Seconds per parameter of a stage's reduction, a ring over the replicas."""
+    if strategy.dp == 1:
+        return 0.0
     ring = [strategy.place(stage, d) for d in range(strategy.dp)]
     slowest = min(cluster.link(a, b).bandwidth for a, b in zip(ring, (*ring[1:], ring[0]), strict=True))
-    return 2 * (strategy.dp - 1) / strategy.dp * FULL * parameters / strategy.tp / slowest
+    return 2 * (strategy.dp - 1) / strategy.dp * FULL / strategy.tp / slowest
 
 
 def _sums(row: Sequence[float]) -> list[float]:

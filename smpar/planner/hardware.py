@@ -67,9 +67,9 @@ SMPAR = Runtime(
 )  # fmt: skip
 # Counted: half-precision weight 2 and gradient 2; fp32 copy and Adam's two moments 12, flat buffers of the reduction in
 # half and full precision 6; step: flatten and cast, norm, unscale, Adam (reads 16, writes 12), copy back.
-# Fitted to AMP's trials: 0.75 inside a node (PCIe through the host's memory), 34 Gbit/s of a 50 Gbit/s card by NCCL over
-# TCP (copies by the CPU), 2 ms of each message (instruction, meta data, start of NCCL). 0.97 is what TCP/IP headers
-# leave. The reserve is CUDA's context, NCCL's and cuBLAS's buffers, and fragments.
+# Fitted to AMP's trials: 0.75 inside a node (PCIe through the host's memory), 34 Gbit/s of a 50 Gbit/s card by NCCL
+# over TCP (copies by the CPU), 2 ms of each message (instruction, meta data, start of NCCL). 0.97 is what TCP/IP
+# headers leave. The reserve is CUDA's context, NCCL's and cuBLAS's buffers, and fragments.
 DEEPSPEED = Runtime(
     weight=2, gradient=2, optimizer=18, message=2, reduced=4, tied=2, blocking=False, step=60, message_seconds=2e-3,
     fixed=0.0, nic=0.97, nic_most=4.2e9, intra=0.75, reserve=GIB, schedules=("1f1b",), shards=False,
@@ -92,8 +92,8 @@ class Kernels:
         back_flops: arithmetic of a backward / of its forward: two products for one.
         back_bytes: memory traffic: elementwise backwards read two and write one, forwards read one and write one.
         back_host: host's time: twice the kernels, launched from C++ and not from Python.
-        logit_traffic: bytes of memory traffic per logit in a cross-entropy of full precision, forward and backward: cast,
-            maximum, subtract, exponential, sum, divide, backward, cast; about ten passes of 4.
+        logit_traffic: bytes of memory traffic per logit in a cross-entropy of full precision, forward and backward:
+            cast, maximum, subtract, exponential, sum, divide, backward, cast; about ten passes of 4.
         logit_bytes: bytes kept per logit: half precision 2, full 4, softmax 4, gradient 4.
     """
 

@@ -76,7 +76,7 @@ def _cut(nodes: tuple[Tree, ...], first: int, devices: int) -> list[int]:
 
 
 def min_max_segments(costs: Sequence[float], count: int) -> tuple[int, ...]:
-    """Starts of ``count`` contiguous segments, the dearest as cheap as can be; of equals, the lexicographically first."""
+    """Starts of ``count`` contiguous segments, the dearest as cheap as can be; of equals, the first ones."""
     size = len(costs)
     sums = [list(accumulate(costs[i:])) for i in range(size)]  # sums[i][k]: of costs i to i + k
     best = [sums[i][-1] for i in range(size)]  # of the costs from i on, in as many segments as there are so far
