@@ -1,8 +1,8 @@
 """AMP's published experiments as clusters, profiles and strategies.
 
-A folder holds ``layer_costs.json``, and ``cluster_X.json`` with ``trials_X.json`` for each experiment X: forward seconds
-of one sample by layer, device type and tensor-parallel degree; and trials, with the seconds that AMP predicted and that
-were measured. What a microbatch of m samples takes follows by a roofline (`smpar.planner.hardware.Kernels`)::
+A folder holds ``layer_costs.json``, and ``cluster_X.json`` with ``trials_X.json`` for each experiment X: forward
+seconds of one sample by layer, device type and tensor-parallel degree; and trials, with the seconds that AMP predicted
+and that were measured. What a microbatch of m samples takes follows by a roofline (`smpar.planner.hardware.Kernels`)::
 
     one sample   |= host =|- arithmetic -|~ memory ~|* collectives *|        as profiled
     m samples    |= host =|- arithmetic -|- ... -|~ memory ~|~ ... ~|* collectives *|* ... *|
@@ -187,13 +187,11 @@ class _Conversion:
             )
             for seconds, work in zip(measured, self.works, strict=True)
         ]  # fmt: skip
-        forward, backward = zip(*both, strict=True)
         return Times(
             device.name,
             tp,
             SIZES,
-            tuple(tuple(line.at(m) for line in forward) for m in SIZES),
-            tuple(tuple(line.at(m) for line in backward) for m in SIZES),
+            *(tuple(tuple(line.at(m) for line in way) for m in SIZES) for way in zip(*both, strict=True)),
         )
 
 
@@ -210,7 +208,7 @@ def _work(raw: Mapping[str, Any], kernels: Kernels) -> Work:
         return Work(0.0, 4 * out, whole_saved=kept(out), saved=kept(out), divided=True)
     if kind == "embed2v":
         held = kernels.logit_bytes * out
-        return Work(2.0 * out * 1024, 2 * out, saved=held, divided=True, logits=out)
+        return Work(2.0 * out * 1024, 2 * out, weighted=2.0 * out * 1024, saved=held, divided=True, logits=out)
     if raw["module"] == "fp16_to_fp32":  # what it keeps is in logit_bytes
         return Work(0.0, 6 * out)
     return Work(0.0, 4 * out, saved=kept(out), whole_saved=kept(out))

@@ -18,6 +18,7 @@ class Work:
 
     Attributes:
         flops: of it.
+        weighted: those of products with weights.
         traffic: bytes that it moves between its device and that device's memory.
         saved, whole_saved: as of `smpar.planner.profile.Layer`.
         collectives: elements of each of the two sums over a tensor-parallel group, of forward and backward each.
@@ -30,6 +31,7 @@ class Work:
     traffic: float
     saved: float = 0.0
     whole_saved: float = 0.0
+    weighted: float = 0.0
     collectives: float = 0.0
     divided: bool = False
     shrinks: bool = True
@@ -44,6 +46,10 @@ class Line(NamedTuple):
 
     def at(self, samples: float) -> float:
         return self.fixed + self.slope * samples
+
+
+Lines = tuple[Line, Line, Line]
+"""Of forward, backward, and the part of the backward that gives the weights' gradients."""
 
 
 def kept(elements: float) -> float:
@@ -64,6 +70,7 @@ def attention(rows: int, tokens: int, width: int, heads: int, score: float, shri
         20.0 * scores + 100.0 * hidden,
         saved=34.0 * hidden + score * scores,
         whole_saved=10.0 * hidden + (0.0 if shrinks else score * scores),
+        weighted=24.0 * hidden * width,
         collectives=hidden,
         divided=True,
         shrinks=shrinks,
@@ -72,7 +79,7 @@ def attention(rows: int, tokens: int, width: int, heads: int, score: float, shri
 
 def stretched(
     measured: float, work: Work, passes: int, device: DeviceType, tp: int, intra: float, kernels: Kernels, limited: bool
-) -> tuple[Line, Line]:
+) -> Lines:
     """Seconds of forward and backward by samples, from the measured seconds of the forward of one.
 
     Args:
@@ -93,7 +100,7 @@ def stretched(
     return lines(work, passes, host, calc, move, sums, device, tp, kernels)
 
 
-def modelled(work: Work, host: float, device: DeviceType, tp: int, intra: float, kernels: Kernels) -> tuple[Line, Line]:
+def modelled(work: Work, host: float, device: DeviceType, tp: int, intra: float, kernels: Kernels) -> Lines:
     """The same where nothing was measured.
 
     Args:
@@ -120,11 +127,12 @@ def lines(
     device: DeviceType,
     tp: int,
     kernels: Kernels,
-) -> tuple[Line, Line]:
+) -> Lines:
     """Forward and backward of a layer with these parts of one forward pass of one sample."""
     loss = work.logits / tp * kernels.logit_traffic / (device.memory_bandwidth * kernels.memory)
     back = kernels.back_flops * calc + kernels.back_bytes * move + sums
     return (
         Line(passes * host, passes * (calc + move + sums) + loss / 3),
         Line(kernels.back_host * host, back + 2 * loss / 3),
+        Line(0.0, calc * work.weighted / work.flops if work.flops else 0.0),
     )

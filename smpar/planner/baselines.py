@@ -65,8 +65,8 @@ def uniform(model: CostModel, global_batch: int, constraints: Constraints = ALL)
 def smp(model: CostModel, global_batch: int, constraints: Constraints = ALL) -> Strategy:
     """SMP's tree partition with D'Hondt (arXiv 2111.05972, section 3); everything else the best simulated.
 
-    SMP leaves degrees and microbatches to the user; the best ones are the fair choice. Its cost of a module is a weighted
-    sum of time and memory; here time alone, which is its weight for a balanced pipeline.
+    SMP leaves degrees and microbatches to the user; the best ones are the fair choice. Its cost of a module is a
+    weighted sum of time and memory; here it is the time.
     """
     return _best(
         "smp", model, constraints, lambda: _trees(model, _degrees(model, global_batch, constraints), constraints)
