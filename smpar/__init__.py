@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     """Public names are loaded at their first use, so that the planner's rooms import without torch."""
-    if name.startswith("__"):
+    if name.startswith("_"):  # as the compiled core, `_native`, which asks here first: it needs no torch
         raise AttributeError(f"module 'smpar' has no attribute {name!r}")
     api = importlib.import_module("smpar.api")
     if name not in api.__all__:

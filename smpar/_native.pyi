@@ -72,3 +72,13 @@ def least_excess(
     tensors: list[tuple[int, list[int], float]],
     places: list[tuple[int, float, float, float, float, float]],
 ) -> tuple[list[int], int, float]: ...
+def cut_shared(
+    times: list[list[float]],
+    state: list[float],
+    saved: list[float],
+    tensors: list[tuple[int, list[int], float]],
+    places: list[tuple[int, float, float, float, float, float]],
+    microbatches: int,
+    ranks: list[int],
+    evenness: float,
+) -> tuple[tuple[list[int], float, list[float], list[float]], bool]: ...

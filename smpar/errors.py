@@ -63,11 +63,11 @@ class EmulationFailed(SmparError):
 
 
 class NothingFits(PlanError):
-    """No cuts keep the memory limits; the best-fitting ones need ``nbytes`` too many on ``stage``."""
+    """No cuts keep the memory limits; the best-fitting ones need ``nbytes`` too many at stage or rank ``at``."""
 
-    def __init__(self, rule: str, values: str, fix: str, stage: int = 0, nbytes: float = 0.0) -> None:
+    def __init__(self, rule: str, values: str, fix: str, at: int = 0, nbytes: float = 0.0) -> None:
         super().__init__(rule, values, fix)
-        self.stage, self.nbytes = stage, nbytes
+        self.at, self.nbytes = at, nbytes
 
 
 class NativeMissing(SmparError):

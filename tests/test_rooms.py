@@ -16,7 +16,8 @@ ROOT = Path(smpar.__file__).parent
 ROOMS = ["errors", "mesh", "config", "trace", "schedule", "planner", "comm", "ranks", "stage", "observe", "runtime",
          "model", "optimizer", "amp", "describe", "api", "probe", "emulate", "cli"]  # fmt: skip
 PURE = ["smpar.errors", "smpar.mesh", "smpar.config", "smpar.planner.partition", "smpar.planner.pipeline",
-        "smpar.planner.cluster", "smpar.planner.plans", "smpar.planner.search", "smpar.schedule"]  # fmt: skip
+        "smpar.planner.cluster", "smpar.planner.plans", "smpar.planner.search", "smpar.schedule",
+        "smpar.emulate"]  # fmt: skip
 
 
 def imported(path: Path) -> set[str]:
@@ -54,4 +55,9 @@ def test_every_room_has_its_place() -> None:
 @pytest.mark.parametrize("module", PURE)
 def test_pure_rooms_import_without_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT.parent, check=False).returncode == 0
+
+
+def test_the_compiled_core_is_loaded_without_torch() -> None:
+    code = "import sys; from smpar import _native; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT.parent, check=False).returncode == 0

@@ -17,6 +17,7 @@ from smpar.errors import SmparError
 COMMANDS = {
     "probe": "measure the devices and links of a torchrun job, and write a cluster file",
     "profile": "measure a model's layers on this device, and write a profile",
+    "simulate": "show a plan's timetable, and let local processes execute it",
 }
 
 WRONG = 2  # exit status when something is wrong with what was given, as argparse has it

@@ -5,7 +5,8 @@ Start it as the job will be started, one process for each device:
     torchrun --nproc-per-node 8 -m smpar probe -o cluster.yaml
 
 Without GPUs each process counts as a device of type "cpu". Pairs that share a machine are measured one after the
-other, so that they do not slow each other down. The file is what `smpar plan` reads; see smpar.planner.cluster.
+other, so that they do not slow each other down; then all ranks of two machines send at once, which shows how many
+network cards they have. The file is what `smpar plan` reads; see smpar.planner.cluster.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ import socket
 
 import torch
 
+from smpar.comm.channels import open_channels
 from smpar.comm.messages import CommGroup, allgather, barrier
 from smpar.comm.world import World, current
 from smpar.observe.progress import Progress
 from smpar.planner.cluster import Cluster
 from smpar.probe.devices import measure_device
-from smpar.probe.links import SIZES, measure_links
+from smpar.probe.links import SIZES, measure_cards, measure_links
 from smpar.probe.machines import Rank, cluster_of
 from smpar.probe.rounds import rounds
 from smpar.runtime.core import init, shutdown
@@ -66,9 +68,11 @@ def probe(world: World, dtype: torch.dtype | None = None, sizes: tuple[int, ...]
     device = measure_device(world.device, dtype or _training_dtype(world.device), world.local_size)
     ranks = allgather(Rank(world.instance_id, socket.gethostname(), device), CommGroup.WORLD)
     hosts = [rank.machine for rank in ranks]
+    if (channels := open_channels(world, world.device)) is None:
+        return cluster_of(ranks, {})
     with Progress("probing links", f"of {len(rounds(hosts))} rounds", shown=world.rank == 0) as progress:
-        links = measure_links(world, hosts, progress.advance, sizes) if world.size > 1 else {}
-    return cluster_of(ranks, links)
+        links = measure_links(world, channels, hosts, progress.advance, sizes)
+    return cluster_of(ranks, links, measure_cards(world, channels, hosts, sizes[-1]))
 
 
 def _training_dtype(device: torch.device) -> torch.dtype:

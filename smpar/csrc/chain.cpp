@@ -45,7 +45,7 @@ void Costs::Walk::grow() {
     time += costs.time_[unit];
     memory += costs.memory_[unit];
     for (const Use& u : costs.forward_[unit])
-        if (u.enters(begin) && !(rank_of && rank_of[u.source] == rank)) forward += u.amount;
+        if (u.enters(begin)) forward += u.amount;
     for (const Use& u : costs.ties_[unit])
         if (u.enters(begin)) tie += u.amount;
 }

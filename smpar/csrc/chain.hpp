@@ -72,16 +72,12 @@ class Costs {
     double backward(int begin, int end) const;
     double backward_at(int unit, int end) const;
 
-    // Walks the intervals [begin, begin + 1), [begin, begin + 2), ... Where `rank_of` tells the ranks of
-    // units before `begin`, tensors from the interval's own `rank` cost nothing.
+    // Walks the intervals [begin, begin + 1), [begin, begin + 2), ...
     struct Walk {
         const Costs& costs;
         int begin, end;
-        const int* rank_of;
-        int rank;
         double time = 0, forward = 0, tie = 0, memory = 0;
-        Walk(const Costs& costs, int begin, const int* rank_of = nullptr, int rank = 0)
-            : costs(costs), begin(begin), end(begin), rank_of(rank_of), rank(rank) {}
+        Walk(const Costs& costs, int begin) : costs(costs), begin(begin), end(begin) {}
         void grow();
     };
 

@@ -126,8 +126,11 @@ class Frontiers {
         for (int k = 1; k <= all; ++k) {
             for (int begin = window_.first[k]; begin <= n - k; ++begin) {
                 const double before = prefix[all - k][begin];
-                if (objective(before + suffix[k][begin], range.low) <= loosen(range.bound))
-                    extend(k, begin, before);
+                if (!(objective(before + suffix[k][begin], range.low) <= loosen(range.bound))) continue;
+                if (weight == 0)  // only the least sum counts
+                    of_[k][begin].push_back({suffix[k][begin], range.low});
+                else
+                    extend(k, begin, before, suffix[k - 1]);
             }
         }
     }
@@ -165,7 +168,7 @@ class Frontiers {
     double objective(double sum, double max) const { return sum + weight_ * max; }
 
     // Merges, for each end of the first of these stages, what follows it into the frontier so far.
-    void extend(int stages, int begin, double prefix_sum) {
+    void extend(int stages, int begin, double prefix_sum, const std::vector<double>& least_rest) {
         const double limit = loosen(range_.bound) - prefix_sum;
         const int stage = window_.stages() - stages;
         const double *cost = lanes_[stage].band->cost(begin), *total = lanes_[stage].band->total(begin);
@@ -173,12 +176,15 @@ class Frontiers {
         for (int e = begin + 1; e <= window_.ends[stage][begin]; ++e) {
             const std::vector<Point>& rest = of_[stages - 1][e];
             if (rest.empty() || cost[e] > range_.high) continue;
+            if (objective(total[e] + least_rest[e], std::max(range_.low, cost[e])) > limit) continue;
             added_.clear();
-            for (std::size_t i = 0; i < rest.size(); ++i) {
-                // The first stage is the slowest up to there: of those only the last, with the least sum,
-                // counts.
-                if (i + 1 < rest.size() && rest[i + 1].max <= cost[e]) continue;
-                const Point p{total[e] + rest[i].sum, std::max(cost[e], rest[i].max)};
+            // Where the first stage is the slowest, only the last of those points, with the least sum,
+            // counts.
+            auto from = std::upper_bound(rest.begin(), rest.end(), cost[e],
+                                         [](double most, const Point& p) { return most < p.max; });
+            if (from != rest.begin()) --from;
+            for (; from != rest.end(); ++from) {
+                const Point p{total[e] + from->sum, std::max(cost[e], from->max)};
                 if (objective(p.sum, p.max) <= limit) added_.push_back(p);
             }
             if (!added_.empty()) merge(best);

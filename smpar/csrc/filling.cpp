@@ -20,28 +20,34 @@ class Tournament {
   public:
     explicit Tournament(int size) {
         while (leaves_ < size) leaves_ *= 2;
-        numbers_.assign(leaves_, kNever);
-        winner_.resize(2 * leaves_);
-        for (int place = 0; place < leaves_; ++place) winner_[leaves_ + place] = place;
-        for (int node = leaves_ - 1; node > 0; --node) winner_[node] = winner_[2 * node];
+        winners_.assign(2 * static_cast<std::size_t>(leaves_), {kNever, 0});
+        for (int place = 0; place < size; ++place) set(place, kNever);
     }
-    int first() const { return winner_[1]; }
+    int first() const { return winners_[1].place; }
     void set(int place, double number) {
-        numbers_[place] = number;
-        for (int node = (leaves_ + place) / 2; node > 0; node /= 2) {
-            const int left = winner_[2 * node], right = winner_[2 * node + 1];
-            winner_[node] = numbers_[right] < numbers_[left] ? right : left;
+        Winner now{number, place};
+        int node = leaves_ + place;
+        if (winners_[node].number == number && winners_[node].place == place) return;
+        winners_[node] = now;
+        for (; node > 1; node /= 2) {
+            const Winner other = winners_[node ^ 1];
+            const bool loses = (other.number < now.number) | ((node & 1) & (other.number == now.number));
+            now = {loses ? other.number : now.number, loses ? other.place : now.place};
+            winners_[node / 2] = now;
         }
     }
 
   private:
+    struct Winner {
+        double number;
+        int place;
+    };
     int leaves_ = 1;
-    std::vector<double> numbers_;
-    std::vector<int> winner_;
+    std::vector<Winner> winners_;  // of the subtree of each node; node n has the children 2n and 2n + 1
 };
 
-// It keeps two clocks: that of the rule, on which messages take a while, decides; on the real one they do
-// not.
+// It keeps two clocks: that of the rule, on which messages take a while, decides; on the real one they take
+// no time.
 template <bool kDelay>
 class Filling {
   public:

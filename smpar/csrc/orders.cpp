@@ -10,6 +10,7 @@ namespace {
 
 constexpr double kDelay = 0.1;  // that of smpar/schedule/zero_bubble.py
 constexpr double kEqual = 1 + 1e-6;
+constexpr double kNone = std::numeric_limits<double>::infinity();
 
 template <typename Seconds>
 Graph make_graph(const Pipeline& p, Seconds seconds) {
@@ -115,11 +116,59 @@ bool same(const Order& a, const Order& b) {
     });
 }
 
-// The fastest of one order per rule; of equally fast ones, the one that is fastest when messages take a
-// while.
-Order fastest(const Pipeline& p, int microbatches, const std::vector<Rule>& rules) {
+// A V's order for equal stages: _even_vee of smpar/schedule/zero_bubble.py.
+Order even_vee(const Pipeline& p, int microbatches) {
+    const int size = p.size(), rounds = std::max(0, microbatches - size);
+    Order order(size);
+    for (int rank = 0; rank < size; ++rank) {
+        const int pair[] = {rank, 2 * size - 1 - rank};
+        int done[4][2] = {};
+        auto& actions = order[rank];
+        actions.reserve(6 * static_cast<std::size_t>(microbatches));
+        const auto perform = [&](Kind kind, int which) {
+            const bool splits = p.weight[pair[which]] > 0;
+            const int microbatch = done[kind][which]++;
+            const bool needed = microbatch < microbatches && (kind == kForward || p.training);
+            if (!needed || (kind == kWeights && !splits)) return;
+            actions.push_back(action(pair[which], kind == kInputs && !splits ? kBackward : kind, microbatch));
+        };
+        const auto all_of = [&](int which) {
+            for (Kind kind : {kForward, kInputs, kWeights}) perform(kind, which);
+        };
+        const int both = microbatches - std::min(microbatches, std::max(size, microbatches) - rank);
+        const int last = microbatches - rounds - both;
+        for (int i = 0; i < 2 * (size - rank) - 1; ++i) perform(kForward, 0);
+        for (int i = 0; i < rank; ++i)
+            for (int which : {1, 0}) perform(kForward, which);
+        for (int i = 0; i < size - rank; ++i) all_of(1);
+        for (int i = 0; i < rounds; ++i)
+            for (int which : {0, 1}) all_of(which);
+        for (int i = 0; i < both; ++i)
+            for (int which : {0, 1}) perform(kInputs, which);
+        for (int i = 0; i < last; ++i) {
+            perform(kInputs, 0);
+            perform(kWeights, i < both ? 1 : 0);
+        }
+        for (int which : {1, 0})
+            while (done[kWeights][which] < microbatches) perform(kWeights, which);
+    }
+    return order;
+}
+
+// Whether no rank holds more than p microbatches.
+bool keeps_few(const Pipeline& p, const Times& times) {
+    std::vector<std::int64_t> whole(p.size());
+    for (int s = 0; s < p.stages(); ++s) whole[p.ranks[s]] += p.saved[s];
+    for (int rank = 0; rank < p.size(); ++rank)
+        if (times.peak_bytes[rank] > p.size() * whole[rank]) return false;
+    return true;
+}
+
+// The fastest of one order per rule, and of another one; of equally fast ones, the one that is fastest when
+// messages take a while.
+Order fastest(const Pipeline& p, int microbatches, const std::vector<Rule>& rules, Filled other) {
     std::vector<Filled> tries;
-    double least = std::numeric_limits<double>::infinity();
+    double least = other.end;
     for (const Rule& rule : rules) {
         Filled filled = fill(p, microbatches, rule, least * kEqual);
         const auto equal = [&](const Filled& other) { return same(other.order, filled.order); };
@@ -127,6 +176,7 @@ Order fastest(const Pipeline& p, int microbatches, const std::vector<Rule>& rule
         least = std::min(least, filled.end);
         tries.push_back(std::move(filled));
     }
+    if (!other.order.empty()) tries.push_back(std::move(other));
     const double limit = least * kEqual;
     const auto slow = [&](const Filled& filled) { return !(filled.end <= limit); };
     tries.erase(std::remove_if(tries.begin(), tries.end(), slow), tries.end());
@@ -150,18 +200,27 @@ Order zero_bubble(const Pipeline& p, int microbatches) {
     std::vector<int> as_1f1b;
     for (int s = 0; s < p.stages(); ++s) as_1f1b.push_back(p.stages() - s);
     const std::vector<int> free(p.stages(), microbatches);
-    return fastest(p, microbatches, {{as_1f1b, true, 1.0}, {as_1f1b, false, 0.0}, {free, false, 0.0}});
+    return fastest(p, microbatches, {{as_1f1b, true, 1.0}, {as_1f1b, false, 0.0}, {free, false, 0.0}},
+                   {{}, kNone});
 }
 
 Order zbv(const Pipeline& p, int microbatches) {
     const std::vector<int> free(p.size(), microbatches);
+    const Graph graph = graph_of(p, 0.0);
+    Filled even{even_vee(p, microbatches), kNone};
+    const Times times = Clock(graph, microbatches).run(even.order, false);
+    if (keeps_few(p, times))
+        even.end = times.seconds;
+    else
+        even.order.clear();
     return fastest(p, microbatches,
                    {{free, true, 0.0},
                     {free, false, 0.0},
                     {free, false, 0.6},
                     {free, true, 0.3, 0.05},
                     {free, true, 0.3, 0.2},
-                    {free, false, 0.0, 0.3}});
+                    {free, false, 0.0, 0.3}},
+                   std::move(even));
 }
 
 }  // namespace

@@ -7,7 +7,8 @@
 namespace smpar {
 namespace {
 
-constexpr int kRounds = 12;  // of narrowing, before frontiers are built
+constexpr int kRounds = 12;         // of narrowing, before frontiers are built
+constexpr long kWork = 60'000'000;  // additions of the local search: less than a tenth of a second
 
 // Fills stages greedily up to `cap`; empty if more than `stages` are needed, else exactly `stages` cuts.
 std::vector<int> fill(const Costs& costs, const Goal& goal, double cap) {
@@ -83,6 +84,43 @@ std::optional<Partition> partition_stages(const Costs& costs, const Goal& goal) 
     const double weight = goal.microbatches - 1.0;
     const Range range = narrow(lanes, weight, {0, loosen(cap), loosen(start.objective)}, kRounds);
     return measure(costs, goal, best_cuts(lanes, weight, range));
+}
+
+// Cuts where ranks are shared, at least as good as those in `start`, unless nothing is found that fits.
+std::optional<Partition> partition_ranked(const Chain& chain, const Costs& costs, const Goal& goal,
+                                          const std::vector<int>& start) {
+    const auto stages = static_cast<std::size_t>(goal.stages);
+    std::vector<double> cost;
+    for (int unit = 0; unit < chain.size(); ++unit)
+        cost.push_back(costs.plain(chain.time[unit], chain.memory[unit]));
+    SharedRanks shared{{stages, cost},
+                       {stages, chain.memory},
+                       chain.edges,
+                       std::vector<double>(stages, costs.plain(1, 0)),
+                       std::vector<double>(stages, 0),
+                       chain.ties,
+                       goal.ranks,
+                       {},
+                       goal.microbatches,
+                       goal.evenness,
+                       kWork};
+    for (Tie& t : shared.ties) t.seconds = costs.tie_charge(t.seconds);
+    shared.limit.assign(1 + *std::max_element(goal.ranks.begin(), goal.ranks.end()), goal.memory_limit);
+    const RankedCuts found = cut_ranked(shared, start);
+    if (found.excess > 0) return std::nullopt;
+    Partition result{found.cuts, found.objective, {}, {}};
+    const Incoming into = incoming(chain.edges, found.cuts, goal.ranks, chain.size());
+    for (int k = 0; k < goal.stages; ++k) {
+        double time = 0, memory = 0;
+        for (int unit = found.cuts[k]; unit < (k + 1 < goal.stages ? found.cuts[k + 1] : chain.size());
+             ++unit) {
+            time += chain.time[unit];
+            memory += chain.memory[unit];
+        }
+        result.stage_time.push_back(time + into.seconds[k]);
+        result.stage_memory.push_back(memory);
+    }
+    return result;
 }
 
 }  // namespace

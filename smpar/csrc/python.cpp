@@ -131,6 +131,15 @@ std::optional<PyPartition> cut_stages(std::vector<std::vector<double>> times, st
     return PyPartition{result->cuts, result->seconds, result->stage_time, result->stage_memory};
 }
 
+std::pair<PyPartition, bool> cut_shared(std::vector<std::vector<double>> times, std::vector<double> state,
+                                        std::vector<double> saved, const std::vector<PyTensor>& tensors,
+                                        const std::vector<PyPlace>& places, int microbatches,
+                                        const std::vector<int>& ranks, double evenness) {
+    auto result = smpar::cut_shared(layers_of(std::move(times), std::move(state), std::move(saved), tensors),
+                                    places_of(places), microbatches, ranks, evenness);
+    return {PyPartition{result.cuts, result.seconds, result.stage_time, result.stage_memory}, result.fits};
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -148,4 +157,6 @@ NB_MODULE(_native, m) {
           "saved"_a, "tensors"_a, "places"_a, "microbatches"_a);
     m.def("least_excess", &least_excess, nb::call_guard<nb::gil_scoped_release>(), "times"_a, "state"_a,
           "saved"_a, "tensors"_a, "places"_a);
+    m.def("cut_shared", &cut_shared, nb::call_guard<nb::gil_scoped_release>(), "times"_a, "state"_a,
+          "saved"_a, "tensors"_a, "places"_a, "microbatches"_a, "ranks"_a, "evenness"_a);
 }

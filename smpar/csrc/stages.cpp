@@ -4,15 +4,17 @@
 #include <map>
 #include <tuple>
 
-#include "chain.hpp"
+#include "ranked.hpp"
 
 namespace smpar {
 namespace {
 
 // Effort, counted and not timed, so that every machine takes the same path.
+constexpr int kRoughRounds = 8;          // of narrowing with the roughest costs
 constexpr int kRounds = 24;              // of narrowing with relaxed costs
 constexpr int kExactRounds = 4;          // of narrowing with true costs, at most,
 constexpr long kExactWork = 20'000'000;  // and no more than look at so many intervals
+constexpr long kSharedWork = 9'000'000;  // additions of the local search where ranks are shared
 // Relaxed costs are differences of prefix sums: their rounding is relative to the whole chain.
 constexpr double kPrefixSlack = 1e-11;
 
@@ -41,6 +43,16 @@ class Traffic {
             bytes.push_back(sum);
             count.push_back(tensors);
         }
+    }
+
+    const std::vector<Use>& uses(int layer) const { return uses_[layer]; }
+
+    // Whether a tensor jumps over a layer.
+    bool skips() const {
+        for (int layer = 0; layer < static_cast<int>(uses_.size()); ++layer)
+            for (const Use& u : uses_[layer])
+                if (u.enters(layer - 1)) return true;
+        return false;
     }
 
   private:
@@ -111,7 +123,7 @@ std::vector<int> any_cuts(const Ends& ends, int n) {
 StageCuts measure(const Layers& layers, const Traffic& traffic, const std::vector<Place>& places,
                   int microbatches, std::vector<int> cuts) {
     const int stages = static_cast<int>(places.size());
-    StageCuts result{std::move(cuts), 0, std::vector<double>(stages), std::vector<double>(stages)};
+    StageCuts result{std::move(cuts), 0, std::vector<double>(stages), std::vector<double>(stages), true};
     std::vector<double> computing, bytes, count, state, saved;
     double sum = 0, max = 0;
     for (int k = stages - 1; k >= 0; --k) {
@@ -124,41 +136,45 @@ StageCuts measure(const Layers& layers, const Traffic& traffic, const std::vecto
         result.stage_memory[k] = stage_memory(places[k], state.back(), saved.back());
         sum = result.stage_time[k] + sum;
         max = std::max(max, result.stage_time[k]);
+        result.fits = result.fits && result.stage_memory[k] <= places[k].limit;
     }
     result.seconds = sum + (microbatches - 1.0) * max;
     return result;
 }
 
-// The problem with each stage charged only for the tensors that its first layer uses: a stage then costs
-// after(end) - before(begin), so that the least sums of all prefixes and suffixes take a step per stage and
-// layer. It is a lower bound, and exact for a chain without skips.
+// The problem with each stage charged only for the tensors that its first layer uses, and those that no
+// interval within `reach` could hold the source of: a stage then costs after(end) - before(begin), so that
+// the least sums of all prefixes and suffixes take a step per stage and layer. It is a lower bound, and exact
+// for a chain without skips.
 class Relaxed {
   public:
-    Relaxed(const Layers& layers, const Traffic& traffic, const std::vector<Place>& places, const Ends& fit)
-        : fit_(fit), n_(layers.size()), stages_(static_cast<int>(places.size())) {
+    Relaxed(const Layers& layers, const Traffic& traffic, const std::vector<Place>& places, Ends reach)
+        : reach_(std::move(reach)),
+          n_(layers.size()),
+          stages_(static_cast<int>(places.size())),
+          queue_(n_ + 1) {
         double largest = 0;
-        for (const std::vector<double>& times : layers.times) {
-            std::vector<double> sums{0};
-            for (double t : times) sums.push_back(sums.back() + t);
-            largest = std::max(largest, sums.back());
-            before_.push_back(std::move(sums));
-        }
-        std::vector<double> bytes, count;
-        std::vector<double> first_bytes, first_count;
-        for (int begin = 0; begin < n_; ++begin) {
-            traffic.row(begin, begin + 1, bytes, count);
-            first_bytes.push_back(bytes[0]);
-            first_count.push_back(count[0]);
-        }
-        for (const Place& p : places) {
-            class_.push_back(p.device_class);
-            entry_.emplace_back();
-            for (int begin = 0; begin < n_; ++begin)
-                entry_.back().push_back(stage_time(p, 0, first_bytes[begin], first_count[begin]));
-            largest = std::max(largest, *std::max_element(entry_.back().begin(), entry_.back().end()));
+        for (int stage = 0; stage < stages_; ++stage) {
+            const Place& at = places[stage];
+            std::vector<double> before{0}, entry;
+            int first = 0;  // of the intervals that hold the layer
+            for (int layer = 0; layer < n_; ++layer) {
+                while (first < layer && reach_[stage][first] <= layer) ++first;
+                double bytes = 0, count = 0, first_bytes = 0, first_count = 0;
+                for (const Use& u : traffic.uses(layer)) {
+                    (u.enters(first) ? bytes : first_bytes) += u.amount;
+                    (u.enters(first) ? count : first_count) += 1;
+                }
+                before.push_back(before.back() +
+                                 stage_time(at, layers.times[at.device_class][layer], bytes, count));
+                entry.push_back(stage_time(at, 0, first_bytes, first_count));
+                largest = std::max(largest, entry.back());
+            }
+            largest = std::max(largest, before.back());
+            before_.push_back(std::move(before));
+            entry_.push_back(std::move(entry));
         }
         slack_ = kPrefixSlack * largest;
-        queue_.resize(n_ + 1);
     }
 
     double slack() const { return slack_; }
@@ -167,13 +183,13 @@ class Relaxed {
     Ends window(double cap) const {
         Ends ends;
         for (int stage = 0; stage < stages_; ++stage) {
-            const std::vector<double>&before = before_[class_[stage]], &entry = entry_[stage];
+            const std::vector<double>&before = before_[stage], &entry = entry_[stage];
             ends.emplace_back(n_);
             int end = 0;
             for (int begin = 0; begin < n_; ++begin) {
                 end = std::max(end, begin);
                 const double reach = cap + slack_ - entry[begin] + before[begin];
-                while (end < fit_[stage][begin] && before[end + 1] <= reach) ++end;
+                while (end < reach_[stage][begin] && before[end + 1] <= reach) ++end;
                 ends.back()[begin] = end;
             }
         }
@@ -187,7 +203,7 @@ class Relaxed {
         from_.assign(stages_ + 1, std::vector<int>(n_ + 1, -1));
         std::vector<double> value(n_ + 1);
         for (int k = 1; k <= stages_; ++k) {
-            const std::vector<double>&before = before_[class_[k - 1]], &entry = entry_[k - 1];
+            const std::vector<double>&before = before_[k - 1], &entry = entry_[k - 1];
             std::size_t head = 0, tail = 0;  // begins by growing value, the least of those that still reach
             for (int e = 1; e <= n_; ++e) {
                 const int begin = e - 1;
@@ -220,7 +236,7 @@ class Relaxed {
         std::vector<double> value(n_ + 1);
         for (int k = 1; k <= stages_; ++k) {
             const int stage = stages_ - k;
-            const std::vector<double>&before = before_[class_[stage]], &entry = entry_[stage];
+            const std::vector<double>&before = before_[stage], &entry = entry_[stage];
             std::size_t head = 0, tail = 0;  // ends
             for (int begin = n_ - 1; begin >= 0; --begin) {
                 const int e = begin + 1;
@@ -237,11 +253,11 @@ class Relaxed {
     }
 
   private:
-    const Ends& fit_;
-    const int n_, stages_;
-    std::vector<std::vector<double>> before_;  // [class][layer]: seconds of the layers before it
-    std::vector<int> class_;                   // [stage]
-    std::vector<std::vector<double>> entry_;   // [stage][begin]: seconds of the tensors its first layer uses
+    Ends reach_;
+    int n_, stages_;
+    std::vector<std::vector<double>> before_;  // [stage][layer]: seconds of the layers before it
+    std::vector<std::vector<double>>
+        entry_;  // [stage][begin]: seconds of further tensors its first layer uses
     double slack_ = 0;
     std::vector<int> queue_;
     Ends from_;
@@ -253,21 +269,34 @@ struct Candidates {
     Range range;
 };
 
-Candidates candidates(Relaxed& relaxed, const Ends& fit, double weight, double bound,
+Candidates candidates(const Layers& layers, const Traffic& traffic, const std::vector<Place>& places,
+                      const Ends& fit, double weight, double bound,
                       const std::function<double(const std::vector<int>&)>& objective) {
     const int stages = static_cast<int>(fit.size()), n = static_cast<int>(fit[0].size());
-    const auto least_sum = [&](double at) {
-        const double sum = relaxed.prefixes(relaxed.window(at)).back().back();
-        if (const std::vector<int> cuts = relaxed.cuts(); !cuts.empty())
-            bound = std::min(bound, loosen(objective(cuts)));
-        return std::max(0.0, sum - relaxed.slack());
+    const auto narrow = [&](Relaxed& relaxed, double low, double high, int rounds) -> std::vector<Piece> {
+        const auto least_sum = [&](double at) {
+            const double sum = relaxed.prefixes(relaxed.window(at)).back().back();
+            if (const std::vector<int> cuts = relaxed.cuts(); !cuts.empty())
+                bound = std::min(bound, loosen(objective(cuts)));
+            return std::max(0.0, sum - relaxed.slack());
+        };
+        const double sum = least_sum(high);
+        if (weight == 0)
+            return {{bound, bound, sum}};  // max(cost) does not count: all are raised to its bound
+        low = std::max(low, sum / stages * (1 - kSlack));
+        return halve({low, std::min(high, loosen((bound - sum) / weight)), sum}, weight, bound, rounds,
+                     least_sum);
     };
-    const double sum = least_sum(bound);
-    std::vector<Piece> pieces{
-        {bound, bound, sum}};  // where max(cost) does not count, all may be raised to its bound
-    if (weight > 0) {
-        const Piece whole{(sum / stages) * (1 - kSlack), loosen((bound - sum) / weight), sum};
-        pieces = halve(whole, weight, bound, kRounds, least_sum);
+    Relaxed relaxed(layers, traffic, places, fit);
+    std::vector<Piece> pieces = narrow(relaxed, 0, bound, traffic.skips() ? kRoughRounds : kRounds);
+    if (traffic.skips()) {
+        double low = kInf, high = 0;
+        for (const Piece& p : pieces) {
+            low = std::min(low, p.low);
+            high = std::max(high, p.high);
+        }
+        relaxed = Relaxed(layers, traffic, places, relaxed.window(high));
+        pieces = narrow(relaxed, weight > 0 ? low : 0, high, kRounds);
     }
     Candidates found{Ends(stages, std::vector<int>(n)), {kInf, 0, bound}};
     for (int stage = 0; stage < stages; ++stage)
@@ -307,6 +336,11 @@ class Bands {
                 all[begin] = std::max(all[begin], band.end[begin]);
             }
         }
+        for (auto& [key, band] : bands_) {
+            std::size_t size = 0;
+            for (int begin = 0; begin < layers.size(); ++begin) size += band.end[begin] - begin;
+            band.costs.reserve(size);
+        }
         std::vector<std::vector<double>> computing(layers.times.size());
         std::vector<double> bytes, count;
         for (int begin = 0; begin < layers.size(); ++begin) {
@@ -345,17 +379,11 @@ std::optional<StageCuts> cut_stages(const Layers& layers, const std::vector<Plac
     std::vector<int> start = any_cuts(fit, n);
     if (start.empty()) return std::nullopt;
 
-    const auto fits = [&](const StageCuts& found) {
-        for (int k = 0; k < stages; ++k)
-            if (found.stage_memory[k] > places[k].limit) return false;
-        return true;
-    };
     const auto objective = [&](const std::vector<int>& cuts) {
         const StageCuts found = measure(layers, traffic, places, microbatches, cuts);
-        return fits(found) ? found.seconds : kInf;
+        return found.fits ? found.seconds : kInf;
     };
-    Relaxed relaxed(layers, traffic, places, fit);
-    Candidates found = candidates(relaxed, fit, weight, loosen(objective(start)), objective);
+    Candidates found = candidates(layers, traffic, places, fit, weight, loosen(objective(start)), objective);
     const Bands bands(layers, traffic, places, found.ends);
     Lanes lanes;
     long work = 1;
@@ -366,6 +394,55 @@ std::optional<StageCuts> cut_stages(const Layers& layers, const std::vector<Plac
     const long rounds = std::clamp<long>(kExactWork / work - 3, 0, kExactRounds);
     found.range = narrow(lanes, weight, found.range, static_cast<int>(rounds));
     return measure(layers, traffic, places, microbatches, best_cuts(lanes, weight, found.range));
+}
+
+StageCuts cut_shared(const Layers& layers, const std::vector<Place>& places, int microbatches,
+                     const std::vector<int>& ranks, double evenness) {
+    SharedRanks shared{};
+    shared.ranks = ranks;
+    shared.microbatches = microbatches;
+    shared.evenness = evenness;
+    shared.work = kSharedWork;
+    for (const Tensor& t : layers.tensors) shared.edges.push_back({t.source, t.targets, t.bytes});
+    std::vector<Place> free =
+        places;  // a limit per rank forbids cuts that one per stage allows, and vice versa
+    std::vector<double> transient(1 + *std::max_element(ranks.begin(), ranks.end()));
+    shared.limit.resize(transient.size());
+    for (std::size_t k = 0; k < places.size(); ++k) {
+        const Place& at = places[k];
+        free[k].limit = kInf;
+        shared.cost.push_back(layers.times[at.device_class]);
+        shared.memory.emplace_back();
+        for (int i = 0; i < layers.size(); ++i)
+            shared.memory[k].push_back(layers.state[i] + at.in_flight * layers.saved[i]);
+        shared.rate.push_back(at.seconds_per_byte);
+        shared.latency.push_back(at.latency);
+        transient[ranks[k]] = std::max(transient[ranks[k]], at.transient);
+        shared.limit[ranks[k]] = at.limit - transient[ranks[k]];
+    }
+    RankedCuts found = cut_ranked(shared, cut_stages(layers, free, microbatches)->cuts);
+    if (found.excess > 0) {  // so tight that the cuts which spread memory best have to be the start
+        SharedRanks bytes = shared;
+        bytes.edges.clear();
+        bytes.microbatches = std::numeric_limits<int>::max();
+        bytes.evenness = 0;
+        bytes.limit.assign(shared.limit.size(), kInf);
+        for (std::size_t k = 0; k < places.size(); ++k)
+            for (int i = 0; i < layers.size(); ++i)
+                bytes.cost[k][i] = shared.memory[k][i] / std::max(shared.limit[ranks[k]], 1.0);
+        found = cut_ranked(shared, cut_ranked(bytes, found.cuts).cuts);
+    }
+    StageCuts result = measure(layers, Traffic(layers), places, microbatches, found.cuts);
+    const Incoming into = incoming(shared.edges, found.cuts, ranks, layers.size());
+    for (std::size_t k = 0; k < places.size(); ++k) {
+        const int end = k + 1 < places.size() ? found.cuts[k + 1] : layers.size();
+        double computing = 0;
+        for (int i = found.cuts[k]; i < end; ++i) computing += shared.cost[k][i];
+        result.stage_time[k] = stage_time(places[k], computing, into.seconds[k], into.count[k]);
+    }
+    result.seconds = found.objective;
+    result.fits = found.excess == 0;
+    return result;
 }
 
 // Bisection by what all limits are raised; it ends because each try that fits lowers the upper end to an

@@ -30,11 +30,17 @@ struct StageCuts {
     std::vector<int> cuts;  // first layer of each stage
     double seconds;         // objective
     std::vector<double> stage_time, stage_memory;
+    bool fits = true;
 };
 
 // Minimises sum of c + (microbatches - 1) * max of c, as `smpar.planner.stages` defines them; of equal cuts
 // the lexicographically smallest. Nothing if no cuts keep within the memory limits. Expects checked numbers.
 std::optional<StageCuts> cut_stages(const Layers& layers, const std::vector<Place>& places, int microbatches);
+
+// The same where stages share ranks, whose stages have one class and one limit; maybe not the best. Without
+// cuts that fit, those that exceed limits by little.
+StageCuts cut_shared(const Layers& layers, const std::vector<Place>& places, int microbatches,
+                     const std::vector<int>& ranks, double evenness);
 
 struct Excess {
     std::vector<int> cuts;

@@ -6,8 +6,8 @@ Emulation ──predicted──▶ Step            who does what when, by the si
 Where the two differ by more than what a loaded machine adds, the simulator, the schedule or the channels are wrong.
 """
 
-from smpar.emulate.emulation import Emulation, Step, fastest
+from smpar.emulate.emulation import Emulation, Step, Tied, fastest
 from smpar.emulate.predict import predicted
 from smpar.emulate.processes import Emulator, emulate
 
-__all__ = ["Emulation", "Emulator", "Step", "emulate", "fastest", "predicted"]
+__all__ = ["Emulation", "Emulator", "Step", "Tied", "emulate", "fastest", "predicted"]

@@ -74,7 +74,9 @@ def _perform(job: Job, caller: Connection) -> tuple[Step, ...] | Failure:
             ranks[ours] = rank, process
         return _gather(job, ranks, caller)
     finally:
-        for conn, (_, process) in ranks.items():
+        for conn, (_, process) in reversed(
+            ranks.items()
+        ):  # rank 0, which serves the store, last: others would complain
             process.kill()
             process.join()
             conn.close()
@@ -133,6 +135,7 @@ def _live(job: Job, conn: Connection, listens: int, closes: tuple[int, ...], env
     """A rank's life: it tells what it saw, or (whether another failed before, its traceback)."""
     for fd in closes:
         os.close(fd)  # else the ends of others would not be seen while this process lives
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # with which the failure watch interrupts a long kernel
     threading.Thread(target=_end_with_host, args=(listens,), name="smpar-host-watch", daemon=True).start()
     os.environ.update(environment)
     try:

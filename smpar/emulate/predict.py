@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 from smpar.emulate.emulation import Emulation, Step
-from smpar.planner.pipeline import Timeline, simulate_named
+from smpar.planner.pipeline import Timeline
 from smpar.schedule import Kind, Timed
 
 
 def predicted(emulation: Emulation) -> Step:
-    """The step, simulated: each replica by `simulate_named`, then the reductions between them and the optimizer.
+    """The step, simulated: each replica's pipeline, then the reductions between them and the optimizer.
 
     Raises:
         ScheduleNameError: there is no schedule of that name.
         ScheduleError: it does not go with the stages' ranks.
         NativeMissing: smpar was not installed, only found.
     """
-    timelines = [
-        simulate_named(pipeline, emulation.schedule, emulation.microbatches, timetable=True)
-        for pipeline in emulation.pipelines
-    ]
-    actions = tuple(_timed(timeline) for timeline in timelines)
+    kinds = {id(timeline): _timed(timeline) for timeline in emulation.timelines}
+    actions = tuple(kinds[id(timeline)] for timeline in emulation.timelines)
     done = [_free(emulation, replica, timed) for replica, timed in enumerate(actions)]
-    for rank in range(emulation.size):
+    for rank, step in enumerate(emulation.optimizer or (0.0,) * emulation.size):
         reduced = 0.0
         for stage in emulation.reduced(rank):
-            reduced = max(reduced, *(timeline.last_backward[stage] for timeline in timelines))
-            reduced += emulation.reduction[stage]
+            reduced = max(reduced, emulation.complete[stage]) + emulation.reduction[stage]
         for ends in done:
-            ends[rank] = max(ends[rank], reduced) + emulation.optimizer_of(rank)
+            ends[rank] = max(ends[rank], reduced) + step
     return Step(tuple(tuple(ends) for ends in done), actions)
 
 

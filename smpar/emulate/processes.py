@@ -98,7 +98,7 @@ def emulate(emulation: Emulation, steps: int = 3) -> tuple[Step, ...]:
     """Execute some steps of an emulation by local processes, one per rank and replica, over gloo.
 
     The processes sleep through their kernels, so there may be many more of them than cores: 16 on two, with kernels of
-    10 ms and more.
+    10 ms and more. Where they may, they ask the system to wake them before others, in its class for real time.
 
     Args:
         emulation: what to execute.
@@ -119,7 +119,7 @@ def _environment() -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC_", "SMPAR_"))}
     path = os.pathsep.join(p for p in (str(_ROOT), kept.get("PYTHONPATH", "")) if p)
     # Where no name server answers, torch waits for one at every address that it connects to.
-    return {"RES_OPTIONS": "timeout:1 attempts:1"} | kept | {
+    return {"RES_OPTIONS": "timeout:1 attempts:1", "TORCH_CPP_LOG_LEVEL": "ERROR"} | kept | {
         "PYTHONPATH": path,
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",

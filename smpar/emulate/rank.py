@@ -8,16 +8,13 @@ sleeps until then. So a wire needs no thread on either side, and what gloo takes
 
 from __future__ import annotations
 
-import queue
-import threading
-
 import torch
-import torch.distributed as dist
 
 from smpar.comm.channels import open_channels
 from smpar.comm.world import World
 from smpar.emulate.clock import now, reach
 from smpar.emulate.emulation import Emulation
+from smpar.emulate.reductions import Reductions, latest
 from smpar.observe.spans import Spans
 from smpar.observe.transfers import StageChannels
 from smpar.runtime.executor import Timetable
@@ -50,9 +47,9 @@ class Rank:
         programs = (microbatch,) * emulation.microbatches
         self._timetable = Timetable(emulation.orders[self._replica], programs, self._rank)
         self._sends = self._sends_after()
-        self._stages = emulation.reduced(self._rank)
+        self._reductions = Reductions(emulation, world)
         backwards = [(a.segment, i) for i, a in enumerate(self._timetable.actions) if a.kind is not Kind.F]
-        self._last = {position: stage for stage, position in dict(backwards).items() if stage in self._stages}
+        self._last = {position: stage for stage, position in dict(backwards).items()}
 
     def step(self) -> tuple[float, list[Timed]]:
         """Execute a step.
@@ -62,7 +59,7 @@ class Rank:
         """
         begin = self._meet()
         free = reach(begin)
-        reductions = _Reductions(self._emulation, self._world, self._stages, begin)
+        reductions = self._reductions.begin(begin)
         timetable, metas = self._timetable, self._timetable.programs[0].metas
         inbox = Inbox(self._channels, timetable.incoming, timetable.programs, timetable.done)
         wires: dict[int, float] = {}  # peer -> when the channel to it is free
@@ -86,7 +83,7 @@ class Rank:
                 arrival = torch.tensor([wires[message.peer] + link.latency], dtype=torch.float64)
                 send(self._channels, message.peer, arrival, metas[message.flow])
         free = max(free, reductions.finish())
-        reach(free + self._emulation.optimizer_of(self._rank))
+        reach(free + (self._emulation.optimizer[self._rank] if self._emulation.optimizer else 0.0))
         end = now() - begin
         self._channels.finish()
         return end, timeline
@@ -95,7 +92,7 @@ class Rank:
         """The moment at which all ranks start, a little later than the last one came here."""
         if self._world.size == 1:
             return now() + MARGIN
-        return _latest(now(), self._world.process_group("world")) + MARGIN
+        return latest(now(), self._world.process_group("world")) + MARGIN
 
     def _sends_after(self) -> tuple[tuple[Action, ...], ...]:
         """For each action, the sends that follow it."""
@@ -106,48 +103,3 @@ class Rank:
             elif not action.kind.is_message:
                 sends.append([])
         return tuple(tuple(after) for after in sends)
-
-
-class _Reductions:
-    """The stages' reductions over the replicas, one after the other, while the rank goes on.
-
-    Replicas really meet in each, in a reduction of one number: the moment at which the last has its gradients. Its
-    time is slept, as collectives among many processes of one machine take what they take.
-    """
-
-    def __init__(self, emulation: Emulation, world: World, stages: tuple[int, ...], begin: float) -> None:
-        self._emulation, self._world, self._stages = emulation, world, stages
-        self._ready: dict[int, queue.SimpleQueue[float]] = {stage: queue.SimpleQueue() for stage in stages}
-        self._free = begin
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="smpar-reductions", daemon=True)
-        if stages:
-            self._thread.start()
-
-    def ready(self, stage: int, moment: float) -> None:
-        """This rank has all gradients of the stage's weights."""
-        self._ready[stage].put(moment)
-
-    def finish(self) -> float:
-        """Wait for all of them; when the last was done."""
-        if self._stages:
-            self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return self._free
-
-    def _run(self) -> None:
-        try:
-            for stage in self._stages:
-                moment = _latest(self._ready[stage].get(), self._world.process_group("rdp"))
-                start = reach(max(self._free, moment))
-                self._free = reach(start + self._emulation.reduction[stage])
-        except BaseException as error:
-            self._error = error
-
-
-def _latest(moment: float, group: dist.ProcessGroup) -> float:
-    """The latest of all ranks' moments."""
-    latest = torch.tensor([moment], dtype=torch.float64)
-    dist.all_reduce(latest, dist.ReduceOp.MAX, group)
-    return float(latest)

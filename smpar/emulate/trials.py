@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
-from smpar.emulate.emulation import Emulation, fastest
+from smpar.emulate.emulation import Emulation, Tied, fastest
 from smpar.emulate.predict import predicted
 from smpar.emulate.processes import Emulator
 from smpar.planner.pipeline import Pipeline
@@ -41,8 +42,9 @@ def trial(
         pipelines.append(_slower(pipelines[0], 1 + replica * uneven / 3))
     stages = len(pipelines[0].ranks)
     reduction = tuple(FORWARD * rng.uniform(0.5, 2) for _ in range(stages)) if replicas > 1 else ()
-    optimizer = tuple(FORWARD * rng.uniform(0, 0.5) for _ in range(stages))
-    return Emulation(schedule, microbatches, tuple(pipelines), reduction, optimizer)
+    optimizer = tuple(FORWARD * rng.uniform(0, 0.5) for _ in range(size))
+    tied = (Tied((0, stages - 1), FORWARD * rng.uniform(0, 1)),) if replicas > 1 else ()
+    return Emulation(schedule, microbatches, tuple(pipelines), reduction, optimizer, tied)
 
 
 def trials(processes: int, rng: random.Random) -> Iterator[Emulation]:
@@ -69,6 +71,34 @@ def executed_error(emulator: Emulator, emulation: Emulation, within: float = 0.0
         if best <= expected * (1 + within):
             break
     return best / expected - 1
+
+
+class Tried(NamedTuple):
+    """Seconds of a step."""
+
+    predicted: float
+    executed: float
+
+    @property
+    def error(self) -> float:
+        """Between 0 and 1: by which part of the prediction they differ."""
+        return abs(self.executed / self.predicted - 1)
+
+
+def tried(processes: int, rng: random.Random) -> list[Tried]:
+    """All `trials` of so many processes, predicted and executed."""
+    results = []
+    with Emulator() as emulator:
+        for emulation in trials(processes, rng):
+            expected = predicted(emulation).seconds
+            results.append(Tried(expected, expected * (1 + executed_error(emulator, emulation))))
+    return results
+
+
+def in_order(results: Sequence[Tried], apart: float = 0.02) -> bool:
+    """Whether of any two the one that is predicted to be faster, by more than `apart` of its time, is faster."""
+    pairs = itertools.permutations(results, 2)
+    return all(a.executed < b.executed for a, b in pairs if a.predicted * (1 + apart) < b.predicted)
 
 
 def _pipeline(rng: random.Random, schedule: str, size: int, uneven: bool, slow: bool) -> Pipeline:

@@ -13,6 +13,9 @@ from smpar.planner.network import FREE, Network, Way
 from smpar.planner.stages import Layers, Place, Tensor, find_cuts, least_excess
 from smpar.planner.strategy import Strategy
 
+_EVEN = 0.4
+"""What the dearest of virtual stages counts beside the dearest rank (see `smpar.planner.partition`)."""
+
 
 @dataclass(frozen=True)
 class Balanced:
@@ -20,11 +23,12 @@ class Balanced:
 
     Attributes:
         cuts: as `Strategy.cuts`.
-        bound: seconds that the busiest rank computes in a step, at least.
+        stages, ranks: seconds per microbatch of each stage, and of each rank's stages together.
     """
 
     cuts: tuple[int, ...]
-    bound: float
+    stages: tuple[float, ...]
+    ranks: tuple[float, ...]
 
 
 class Balancer:
@@ -46,7 +50,7 @@ class Balancer:
             name = self.model.slowest(net.types[0], strategy.tp)
             again = strategy.recomputes(0)
             whole = sum(self.model.layer_seconds(name, strategy.tp, strategy.microbatch, again))
-            return Balanced((0,), strategy.microbatches * whole)
+            return Balanced((0,), (whole,), (whole,))
         places = self._places(strategy, net)
         layers = self._chain(strategy)
         key = id(layers), tuple(places), strategy.microbatches, strategy.ranks
@@ -60,13 +64,11 @@ class Balancer:
         return least_excess(self._chain(strategy), self._places(strategy, net)).nbytes
 
     def _cut(self, strategy: Strategy, layers: Layers, places: list[Place]) -> Balanced | None:
-        found = find_cuts(layers, places, strategy.microbatches)
+        ranks = strategy.ranks if strategy.virtual_stages > 1 else ()
+        found = find_cuts(layers, places, strategy.microbatches, ranks, _EVEN if ranks else 0.0)
         if found is None:
             return None
-        sums = [0.0] * strategy.pp
-        for rank, seconds in zip(strategy.ranks, found.stage_time, strict=True):
-            sums[rank] += seconds
-        return Balanced(found.cuts, strategy.microbatches * max(sums))
+        return Balanced(found.cuts, found.stage_time, found.rank_time)
 
     def _chain(self, strategy: Strategy) -> Layers:
         """Layers as the partitioner sees them: one row of times for each device type of the profile."""

@@ -105,12 +105,7 @@ def check(units: Sequence[UnitCost], edges: Sequence[Edge], ties: Sequence[Tie],
             f"stages={goal.stages}, microbatches={goal.microbatches}",
             "give positive whole numbers",
         )
-    if goal.ranks and (len(goal.ranks) != goal.stages or sorted(set(goal.ranks)) != list(range(1 + max(goal.ranks)))):
-        raise PlanError(
-            "each stage has a rank, and ranks are numbered from 0 without a gap",
-            f"ranks={goal.ranks} for {goal.stages} stages",
-            "give (0, 1, 0, 1) for two stages on each of two ranks",
-        )
+    check_ranks(goal.ranks, goal.stages)
     if len(units) < goal.stages:
         raise TooFewUnits(
             "each pipeline stage holds at least one unit",
@@ -134,6 +129,21 @@ def check(units: Sequence[UnitCost], edges: Sequence[Edge], ties: Sequence[Tie],
         check_number(tie.seconds, f"seconds of tie {i}")
         _check_indices(tie.units, len(units), f"tie {i}")
     _check_scale(units, edges, ties, goal)
+
+
+def shares_ranks(ranks: Sequence[int]) -> bool:
+    """Whether a rank holds more than one stage."""
+    return len(set(ranks)) < len(ranks)
+
+
+def check_ranks(ranks: Sequence[int], stages: int) -> None:
+    """Raise PlanError unless each stage has a rank, or none is given."""
+    if ranks and (len(ranks) != stages or sorted(set(ranks)) != list(range(1 + max(ranks)))):
+        raise PlanError(
+            "each stage has a rank, and ranks are numbered from 0 without a gap",
+            f"ranks={tuple(ranks)} for {stages} stages",
+            "give (0, 1, 0, 1) for two stages on each of two ranks",
+        )
 
 
 def check_number(value: float, name: str) -> None:

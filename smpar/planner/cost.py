@@ -11,6 +11,7 @@ link's rate; a network card carries all messages and rings of its node at once, 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ import numpy.typing as npt
 from smpar.planner.cluster import Cluster
 from smpar.planner.hardware import SMPAR, Runtime
 from smpar.planner.network import FREE, Network, Replica, network, ring_seconds
+from smpar.planner.parts import Parts
 from smpar.planner.pipeline import Pipeline, Timeline, simulate_named
 from smpar.planner.profile import Profile, Seconds
 from smpar.planner.strategy import Strategy
@@ -154,13 +156,46 @@ class CostModel:
     def busy(self, strategy: Strategy) -> list[float]:
         """Seconds of a step that each pipeline rank computes, in the slowest replica."""
         case = _Case(self, strategy)
-        lines = [simulate_named(p, strategy.schedule, strategy.microbatches) for p in case.pipelines]
+        lines = [simulate_named(p, strategy.schedule, strategy.microbatches) for p in case.slow]
         return [max(line.busy[rank] for line in lines) for rank in range(strategy.pp)]
+
+    def at_least(self, strategy: Strategy, stages: Sequence[float], ranks: Sequence[float]) -> float:
+        """Seconds that a step takes at least, from those per microbatch of stages, and of ranks, alone.
+
+        A rank computes all its microbatches, then its gradients are reduced and its parameters stepped. Of whole
+        backwards, the first microbatch crosses all stages before it, and the last comes back over them.
+        """
+        net, runtime, m = (
+            self.network(strategy.tp, strategy.pp, strategy.dp, strategy.devices),
+            self.runtime,
+            strategy.microbatches,
+        )
+        most = max(ranks) * m
+        if strategy.schedule in ("1f1b", "gpipe", "simple", "interleaved"):
+            before = 0.0
+            for seconds in stages:
+                before += seconds
+                most = max(most, before + (m - 1) * seconds)
+        shards = strategy.dp if strategy.shard_optimizer else 1
+        held = self.flow.parameters_of(0, self.profile.size, strategy.tp) / strategy.pp
+        ends = [
+            m * seconds + held * (runtime.reduced * per_byte + runtime.step / shards / (bandwidth * runtime.memory))
+            for seconds, per_byte, bandwidth in zip(ranks, net.reduction, net.bandwidths, strict=True)
+        ]
+        return max(most, sum(ends) / len(ends)) + runtime.fixed
+
+    def parts(self, strategy: Strategy) -> Parts:
+        """What the strategy's step is made of, for those who execute it.
+
+        Raises:
+            ProfileError: as for `predict`.
+        """
+        return _Case(self, strategy).parts()
 
     def timeline(self, strategy: Strategy) -> Timeline:
         """The simulated pipeline of the slowest kind of replica, with all its actions."""
         case = _Case(self, strategy)
-        slowest = max(case.pipelines, key=lambda p: simulate_named(p, strategy.schedule, strategy.microbatches).seconds)
+        slowest = max(case.slow, key=lambda p: simulate_named(p, strategy.schedule, strategy.microbatches).seconds)
         return simulate_named(slowest, strategy.schedule, strategy.microbatches, timetable=True)
 
 
@@ -191,9 +226,11 @@ class Flow:
         self._known: dict[tuple[int, int], tuple[float, float]] = {}
         self.parameters = _sums([x.parameters for x in layers])
         self.whole_parameters = _sums([x.whole_parameters for x in layers])
+        self._tied = [(sorted(set(t.layers)), t.parameters) for t in profile.tied]
         self.saved = _sums([x.saved for x in layers])
         self.whole_saved = _sums([x.whole_saved for x in layers])
-        self.transient = [x.transient for x in layers]
+        self._transient = [x.transient for x in layers]
+        self._any_transient = any(self._transient)
         self.mean_boundary = sum(self.into(i, len(layers))[0] for i in range(1, len(layers))) / max(1, len(layers) - 1)
 
     def into(self, first: int, end: int) -> tuple[float, float]:
@@ -205,9 +242,14 @@ class Flow:
             found = self._known[first, end] = float(self._elements[used].sum()), float(self._graded[used].sum())
         return found
 
+    def most_transient(self, first: int, end: int) -> float:
+        """Bytes per sample that the largest of these layers needs while it runs."""
+        return max(self._transient[first:end]) if self._any_transient else 0.0
+
     def parameters_of(self, first: int, end: int, tp: int) -> float:
-        """Parameters on a device that holds these layers."""
-        return _divided(self.parameters, self.whole_parameters, first, end, tp)
+        """Parameters on a device that holds these layers; what several of them share is there once."""
+        again = sum(n * max(0, sum(first <= i < end for i in layers) - 1) for layers, n in self._tied)
+        return _divided(self.parameters, self.whole_parameters, first, end, tp) - again / tp
 
     def saved_of(self, first: int, end: int, tp: int) -> float:
         """Bytes per sample kept there until the backward."""
@@ -222,77 +264,66 @@ class _Case:
         self.ranks = strategy.ranks
         self.net = model.network(strategy.tp, strategy.pp, strategy.dp, strategy.devices)
         self.intervals = list(zip(strategy.cuts, (*strategy.cuts[1:], model.profile.size), strict=True))
-        self.parameters = [
-            model.flow.parameters_of(a, b, strategy.tp) - self._repeated(a, b) / strategy.tp for a, b in self.intervals
-        ]
+        self.parameters = [model.flow.parameters_of(a, b, strategy.tp) for a, b in self.intervals]
         self.saved = [model.flow.saved_of(a, b, strategy.tp) * strategy.microbatch for a, b in self.intervals]
         self.kept = [
             model.flow.into(a, b)[0] * model.runtime.message * strategy.microbatch if strategy.recomputes(s) else saved
             for s, ((a, b), saved) in enumerate(zip(self.intervals, self.saved, strict=True))
         ]
 
-    def _repeated(self, first: int, end: int) -> float:
-        """Parameters that several layers of a stage share, counted more than once in the layers' sum."""
-        return sum(
-            tied.parameters * max(0, sum(first <= i < end for i in set(tied.layers)) - 1)
-            for tied in self.model.profile.tied
-        )
-
     @cached_property
-    def pipelines(self) -> list[Pipeline]:
-        """One for each kind of replica."""
-        return [self._pipeline(replica) for replica in self.net.replicas]
+    def slow(self) -> list[Pipeline]:
+        """Those of the kinds of replica of which one is the slowest."""
+        return [self._pipeline(self.net.replicas[kind]) for kind in self.net.slow]
 
     def _pipeline(self, replica: Replica) -> Pipeline:
         strategy, ranks, runtime = self.strategy, self.ranks, self.model.runtime
-        forward, backward, weight = [], [], []
-        for stage, (a, b) in enumerate(self.intervals):
-            rows = self.model.rows(replica.types[ranks[stage]], strategy.tp, strategy.microbatch)
-            forward.append(float(rows.forward[b] - rows.forward[a]))
-            backward.append(float(rows.backward[b] - rows.backward[a]) + forward[-1] * strategy.recomputes(stage))
-            weight.append(float(rows.weight[b] - rows.weight[a]))
-        wires: tuple[list[float], list[float]] = ([], [])
-        latency = []
-        for stage in range(strategy.stages - 1):
-            source, target = ranks[stage], ranks[stage + 1]
-            way = FREE
-            if source != target:
-                way = replica.ways[source if target == (source + 1) % strategy.pp else target]
-            latency.append(way.latency)
-            for wire, elements in zip(wires, self.model.flow.into(*self.intervals[stage + 1]), strict=True):
-                wire.append(elements * runtime.message * strategy.microbatch * way.per_byte)
+        times = {name: self._times(name) for name in set(replica.types)}
+        forward, backward, weight = (
+            [times[replica.types[rank]][part][stage] for stage, rank in enumerate(ranks)] for part in range(3)
+        )
+        ways = [
+            FREE if a == b else replica.ways[a if b == (a + 1) % strategy.pp else b]
+            for a, b in itertools.pairwise(ranks)
+        ]
+        size = runtime.message * strategy.microbatch
+        crossing = [self.model.flow.into(*interval) for interval in self.intervals[1:]]
+        there = [elements * size * way.per_byte for (elements, _), way in zip(crossing, ways, strict=True)]
+        back = [elements * size * way.per_byte for (_, elements), way in zip(crossing, ways, strict=True)]
+        latency = [way.latency for way in ways]
         if runtime.blocking:  # the sender waits with its message, which arrives when both are done
-            for stage, (there, back, late) in enumerate(zip(*wires, latency, strict=True)):
-                forward[stage] += there + late
-                backward[stage + 1] += back + late
-            wires, latency = ([0.0] * len(latency), [0.0] * len(latency)), [0.0] * len(latency)
+            for stage, late in enumerate(latency):
+                forward[stage] += there[stage] + late
+                backward[stage + 1] += back[stage] + late
+            there = back = latency = [0.0] * len(ways)
         return Pipeline(
-            tuple(ranks), tuple(forward), tuple(backward), tuple(weight), tuple(map(math.ceil, self.kept)),
-            tuple(wires[0]), tuple(wires[1]), tuple(latency), tuple(latency),
+            ranks, tuple(forward), tuple(backward), tuple(weight), tuple(map(math.ceil, self.kept)),
+            tuple(there), tuple(back), tuple(latency), tuple(latency),
         )  # fmt: skip
+
+    def _times(self, device: str) -> tuple[list[float], list[float], list[float]]:
+        """Forward, backward and its weights' part of each stage on that device type."""
+        strategy = self.strategy
+        rows = self.model.rows(device, strategy.tp, strategy.microbatch)
+        edges = [*strategy.cuts, self.model.profile.size]
+        forward, backward, weight = (np.diff(row[edges]) for row in (rows.forward, rows.backward, rows.weight))
+        if strategy.recompute:
+            backward = backward + forward * strategy.recompute
+        return forward.tolist(), backward.tolist(), weight.tolist()
 
     def prediction(self) -> Prediction:
         strategy, runtime, net = self.strategy, self.model.runtime, self.net
-        lines = [simulate_named(p, strategy.schedule, strategy.microbatches) for p in self.pipelines]
+        lines = [simulate_named(p, strategy.schedule, strategy.microbatches) for p in self.slow]
         ends = [max(line.last_backward[s] for line in lines) for s in range(strategy.stages)]
         end = max(line.seconds for line in lines)
-        reductions = [
-            self.parameters[s] * runtime.reduced * net.reduction[self.ranks[s]] for s in range(strategy.stages)
-        ]
+        reductions = self._reductions()
         ends = self._tied(ends)
         done = [0.0] * strategy.pp
         for stage in sorted(range(strategy.stages), key=ends.__getitem__):  # a rank's reductions come one by one
             rank = self.ranks[stage]
             done[rank] = max(done[rank], ends[stage]) + reductions[stage]
         reduced = max(end, *done)
-        steps = [
-            self._held(rank)
-            * runtime.step
-            / (strategy.dp if strategy.shard_optimizer else 1)
-            / (net.bandwidths[rank] * runtime.memory)
-            for rank in range(strategy.pp)
-        ]
-        total = max(max(end, done[rank]) + steps[rank] + self._gathering(rank) for rank in range(strategy.pp))
+        total = max(max(end, done[rank]) + self._step(rank) for rank in range(strategy.pp))
         busy = [max(line.busy[rank] for line in lines) for rank in range(strategy.pp)]
         return Prediction(
             total + runtime.fixed,
@@ -300,7 +331,7 @@ class _Case:
             reduced - end,
             total - reduced,
             1.0 - sum(busy) / (strategy.pp * end) if end else 0.0,
-            tuple(self._memory(rank, max(line.peak_bytes[rank] for line in lines)) for rank in range(strategy.pp)),
+            self._memory([max(line.peak_bytes[rank] for line in lines) for rank in range(strategy.pp)]),
             net.limits,
             self._stages(reductions),
         )
@@ -329,31 +360,65 @@ class _Case:
                 found[index] = stages, per_byte * runtime.tied / strategy.tp
         return found
 
-    def _held(self, rank: int) -> float:
-        """Parameters on a device of that rank; those tied between its stages count twice."""
-        return sum(p for p, r in zip(self.parameters, self.ranks, strict=True) if r == rank)
+    @cached_property
+    def held(self) -> list[float]:
+        """Parameters on a device of each rank; those tied between its stages count twice."""
+        held = [0.0] * self.strategy.pp
+        for parameters, rank in zip(self.parameters, self.ranks, strict=True):
+            held[rank] += parameters
+        return held
+
+    def parts(self) -> Parts:
+        return Parts(
+            tuple(map(self._pipeline, self.net.replicas)),
+            self.net.kinds,
+            tuple(self._reductions()),
+            tuple(
+                (stages, seconds * self.model.profile.tied[tied].parameters)
+                for tied, (stages, seconds) in self._ties().items()
+            ),
+            tuple(self._step(rank) + self.model.runtime.fixed for rank in range(self.strategy.pp)),
+        )
+
+    def _reductions(self) -> list[float]:
+        """By stage, seconds of the reduction of its gradients over the replicas."""
+        reduced = self.model.runtime.reduced
+        return [p * reduced * self.net.reduction[r] for p, r in zip(self.parameters, self.ranks, strict=True)]
+
+    def _step(self, rank: int) -> float:
+        """Seconds of the optimizer on a device of that rank."""
+        parts = self.strategy.dp if self.strategy.shard_optimizer else 1
+        seconds = (
+            self.held[rank] * self.model.runtime.step / parts / (self.net.bandwidths[rank] * self.model.runtime.memory)
+        )
+        return seconds + self._gathering(rank)
 
     def _gathering(self, rank: int) -> float:
         """Seconds in which replicas that share the optimizer's work tell each other the new parameters."""
         if not self.strategy.shard_optimizer:
             return 0.0
-        return self._held(rank) * self.model.runtime.weight * self.net.reduction[rank] / 2
+        return self.held[rank] * self.model.runtime.weight * self.net.reduction[rank] / 2
 
-    def _memory(self, rank: int, activations: float) -> float:
-        """Bytes on a device: state, what is kept of microbatches in flight, and the largest layer's working memory."""
+    def _memory(self, activations: list[int]) -> tuple[float, ...]:
+        """Bytes on a device of each rank: state, what is kept of microbatches in flight, and working memory.
+
+        A rank works on one stage at a time: on its largest layer, and on all that it computes again.
+        """
         strategy, runtime = self.strategy, self.model.runtime
-        optimizer = runtime.optimizer / (strategy.dp if strategy.shard_optimizer else 1)
-        working = 0.0
+        state = runtime.weight + runtime.gradient + runtime.optimizer / (strategy.dp if strategy.shard_optimizer else 1)
+        working = [0.0] * strategy.pp
         for stage, (a, b) in enumerate(self.intervals):
-            if self.ranks[stage] == rank:
-                again = self.saved[stage] if strategy.recomputes(stage) else 0.0
-                layers = max(self.model.flow.transient[a:b], default=0.0) * strategy.microbatch / strategy.tp
-                working = max(working, again + layers)
-        return self._held(rank) * (runtime.weight + runtime.gradient + optimizer) + activations + working
+            layers = self.model.flow.most_transient(a, b) * strategy.microbatch / strategy.tp
+            again = self.saved[stage] if strategy.recomputes(stage) else 0.0
+            rank = self.ranks[stage]
+            working[rank] = max(working[rank], layers + again)
+        return tuple(
+            held * state + kept + most for held, kept, most in zip(self.held, activations, working, strict=True)
+        )
 
     def _stages(self, reductions: list[float]) -> tuple[Stage, ...]:
         state = self.model.runtime.state
-        slow = max(self.pipelines, key=lambda p: sum(p.forward) + sum(p.backward))
+        slow = max(self.slow, key=lambda p: sum(p.forward) + sum(p.backward))
         return tuple(
             Stage(
                 interval,

@@ -41,6 +41,8 @@ class Network:
 
     Attributes:
         replicas: the kinds of replica that differ.
+        kinds: replica -> its kind, an index of `replicas`.
+        slow: the kinds of which one is the slowest: each other is in nothing slower than one of these.
         types: by pipeline rank, the device types that hold it.
         reduction: by pipeline rank, seconds per byte of gradients averaged over the replicas; 0 with one replica.
         limits: by pipeline rank, bytes of the smallest device that holds it.
@@ -48,6 +50,8 @@ class Network:
     """
 
     replicas: tuple[Replica, ...]
+    kinds: tuple[int, ...]
+    slow: tuple[int, ...]
     types: tuple[tuple[str, ...], ...]
     reduction: tuple[float, ...]
     limits: tuple[float, ...]
@@ -93,15 +97,26 @@ def network(
             ways[d].append(way)
     groups = [[kind[(p * dp + d) * tp : (p * dp + d + 1) * tp] for p in range(pp)] for d in range(dp)]
     types = [[max((k.name for k in group), key=seconds.__getitem__) for group in groups[d]] for d in range(dp)]
-    replicas = dict.fromkeys(Replica(tuple(t), tuple(w)) for t, w in zip(types, ways, strict=True))
+    every = [Replica(tuple(t), tuple(w)) for t, w in zip(types, ways, strict=True)]
+    kinds = {replica: index for index, replica in enumerate(dict.fromkeys(every))}
+    slow = [k for r, k in kinds.items() if not any(o is not r and _never_faster(o, r, seconds) for o in kinds)]
     ranks = [range(p * width, (p + 1) * width) for p in range(pp)]
     return Network(
-        tuple(replicas),
+        tuple(kinds),
+        tuple(kinds[replica] for replica in every),
+        tuple(slow),
         tuple(tuple(dict.fromkeys(types[d][p] for d in range(dp))) for p in range(pp)),
         ring_seconds(cluster, runtime, [[list(r[t::tp]) for t in range(tp)] for r in ranks], devices),
         tuple(min(kind[i].memory_bytes for i in r) - runtime.reserve for r in ranks),
         tuple(min(kind[i].memory_bandwidth for i in r) for r in ranks),
     )
+
+
+def _never_faster(slow: Replica, fast: Replica, seconds: Mapping[str, float]) -> bool:
+    """Whether each device and way of `slow` takes as long as those of `fast`, or longer; they differ."""
+    devices = all(a == b or seconds[a] > seconds[b] for a, b in zip(slow.types, fast.types, strict=True))
+    pairs = zip(slow.ways, fast.ways, strict=True)
+    return devices and all(a.per_byte >= b.per_byte and a.latency >= b.latency for a, b in pairs)
 
 
 def ring_seconds(

@@ -53,7 +53,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from smpar.errors import PlanError
-from smpar.planner.chain import Edge, Goal, Partition, Tie, UnitCost, check, fold
+from smpar.planner.chain import Edge, Goal, Partition, Tie, UnitCost, check, fold, shares_ranks
 from smpar.planner.native import core
 
 _MANY = 2**31 - 1  # microbatches, so that only the fullest rank counts
@@ -101,7 +101,7 @@ def partition(
         microbatches,
         memory_weight,
         float("inf") if memory_limit is None else memory_limit,
-        list(ranks) if shares_ranks(goal) else [],
+        list(ranks) if shares_ranks(goal.ranks) else [],
         evenness,
     )
     if found is None:
@@ -109,16 +109,11 @@ def partition(
     return Partition.make(goal, *found)
 
 
-def shares_ranks(goal: Goal) -> bool:
-    """Whether a rank holds more than one stage."""
-    return len(set(goal.ranks)) < len(goal.ranks)
-
-
 def too_large(units: Sequence[UnitCost], goal: Goal) -> PlanError:
     """The error for a memory limit that no cuts keep: by how much, and what would fit."""
     assert goal.memory_limit is not None
-    where = "rank" if shares_ranks(goal) else "stage"
-    if shares_ranks(goal):
+    where = "rank" if shares_ranks(goal.ranks) else "stage"
+    if shares_ranks(goal.ranks):
         need = max(partition(units, [], [], goal.stages, _MANY, memory_weight=1.0, ranks=goal.ranks).rank_memory)
     else:
         need = least_memory(units, goal.stages)

@@ -254,10 +254,13 @@ def simulate(
         NativeMissing: smpar was not installed, only found.
     """
     every = [action for _, _, action in schedule]
-    microbatches = 1 + max((action.microbatch for action in every), default=0)
+    microbatches = 1 + max([0, *(action.microbatch for action in every)])
     homes, segments = program.segment_ranks, program.segments
     placed = len(schedule.ranks) == program.size and all(
-        action.kind in _NUMBERS and action.segment < len(homes) and homes[action.segment] == rank
+        action.kind in _NUMBERS
+        and min(action.segment, action.microbatch) >= 0
+        and action.segment < len(homes)
+        and homes[action.segment] == rank
         for rank, _, action in schedule
     )
     if not placed or microbatches > max(1, len(every)):

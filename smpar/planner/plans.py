@@ -16,6 +16,7 @@ from typing import Any
 from smpar.errors import PlanFileError, SmparError
 from smpar.planner.cluster import Cluster
 from smpar.planner.cost import CostModel, Prediction, Stage
+from smpar.planner.parts import Parts
 from smpar.planner.strategy import Strategy
 
 VERSION = 1
@@ -27,6 +28,7 @@ class Plan:
 
     Attributes:
         layers: names of the model's units, in order; stage k holds those from ``strategy.cuts[k]`` on.
+        parts: what a step is made of, by which `smpar simulate` times or executes it; None: not kept.
         why: what it loses against the best plan, in words; empty for the best.
     """
 
@@ -35,6 +37,7 @@ class Plan:
     layers: tuple[str, ...]
     cluster: Cluster
     why: str = ""
+    parts: Parts | None = None
 
     @property
     def samples_per_second(self) -> float:
@@ -54,6 +57,7 @@ class Plan:
             "cluster": self.cluster.to_dict(),
             "prediction": asdict(self.prediction),
             "why": self.why,
+            "parts": self.parts.to_dict() if self.parts is not None else None,
         }
 
     def save(self, path: str | Path) -> None:
@@ -81,6 +85,7 @@ class Plan:
                 tuple(given["layers"]),
                 Cluster.from_dict(given["cluster"]),
                 str(given.get("why", "")),
+                Parts.from_dict(given["parts"]) if given.get("parts") is not None else None,
             )
         except (KeyError, TypeError) as error:
             raise PlanFileError("a plan file has all its parts", f"{type(error).__name__}: {error}", _FIX) from None

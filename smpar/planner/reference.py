@@ -95,11 +95,12 @@ def partition_reference(
     check(units, edges, ties, goal)
     chain = Chain(tuple(units), tuple(edges), tuple(ties), goal)
 
-    def cost(_: int, a: int, b: int) -> tuple[float, float] | None:
+    @lru_cache(None)
+    def cost(a: int, b: int) -> tuple[float, float] | None:
         c = chain.cost(a, b)
         return (c, c + chain.tie_cost(a, b)) if chain.fits(a, b) else None
 
-    found = best_cuts(len(units), stages, microbatches, cost)
+    found = best_cuts(len(units), stages, microbatches, lambda _, a, b: cost(a, b))
     if found is None:
         raise too_large(units, goal)
     cuts, best = found

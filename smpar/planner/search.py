@@ -85,6 +85,7 @@ class _Search:
         self.balancer = Balancer(model)
         self.best: dict[tuple[object, ...], _Found] = {}
         self.worst_kept = float("inf")
+        self.speeds: dict[tuple[int, int], tuple[list[tuple[float, int]], float]] = {}
         self.counts: Counter[str] = Counter()
         self.frontier: dict[int, float] = {}
         self.nearest: tuple[float, Strategy] | None = None  # of those too large, the one that lacks least
@@ -114,7 +115,10 @@ class _Search:
             raise self._too_large()
         ranked = sorted(self.best.values(), key=lambda found: found.seconds)[: self.keep]
         names = tuple(layer.name for layer in self.model.profile.layers)
-        plans = [Plan(f.strategy, f.prediction, names, self.model.cluster) for f in ranked]
+        plans = [
+            Plan(f.strategy, f.prediction, names, self.model.cluster, parts=self.model.parts(f.strategy))
+            for f in ranked
+        ]
         told = [replace(plan, why=explain(self.model, plans[0], plan)) for plan in plans]
         return Plans(
             tuple(told), dict(self.counts), dict(sorted(self.frontier.items())), time.perf_counter() - started, complete
@@ -129,43 +133,64 @@ class _Search:
         return degrees(cluster, profile.size, tuple(tensor), self.batch, self.constraints)
 
     def _bound(self, case: Degrees) -> float:
-        """Seconds that a step takes at least."""
-        speeds = sorted(self._speeds(case.tp, case.microbatch), reverse=True)
+        """Seconds that a step takes at least: all work spread over the fastest devices, or one microbatch's way."""
+        key = case.tp, case.microbatch
+        if key not in self.speeds:
+            self.speeds[key] = self._speeds(*key)
+        speeds, way = self.speeds[key]
         used, left = 0.0, case.pp * case.dp
         for speed, slots in speeds:
             taken = min(slots, left)
             used, left = used + taken * speed, left - taken
-        return case.dp * case.microbatches / used if used else float("inf")
+        return max(way, case.dp * case.microbatches / used) if used else float("inf")
 
-    def _speeds(self, tp: int, microbatch: int) -> list[tuple[float, int]]:
-        """By device type: microbatches per second of a group of `tp` that holds the whole model; number of groups."""
+    def _speeds(self, tp: int, microbatch: int) -> tuple[list[tuple[float, int]], float]:
+        """What device types do, fastest first, and the least time of one microbatch.
+
+        Returns:
+            microbatches per second of a group of `tp` that holds the whole model, and the number of such groups; the
+            seconds of a forward and of a backward without what may be put off.
+        """
         slots: Counter[str] = Counter()
         for node in self.model.cluster.nodes:
-            if tp in self.model.profile.degrees(node.device):
-                slots[node.device] += node.count // tp
-        result = []
-        for name, count in slots.items():
+            slots[node.device] += node.count // tp
+        speeds, ways = [], []
+        for name in self._types(tp):
             rows = self.model.rows(name, tp, microbatch)
             whole = float(rows.forward[-1] + rows.backward[-1])
-            result.append((1.0 / whole if whole > 0.0 else float("inf"), count))
-        return result
+            speeds.append((1.0 / whole if whole > 0.0 else float("inf"), slots[name]))
+            ways.append(whole - float(rows.weight[-1]))
+        return sorted(speeds, reverse=True), min(ways, default=0.0)
 
     def _try(self, case: Degrees) -> None:
         speeds = {name: 1.0 / self._whole(name, case) for name in self._types(case.tp)}
-        known = {node.device for node in self.model.cluster.nodes}
-        for devices in placements(
-            self.model.cluster, case.tp, case.pp, case.dp, {n: speeds.get(n, 0.0) for n in known}
-        ):
+        known = {node.device: speeds.get(node.device, 0.0) for node in self.model.cluster.nodes}
+        for devices in placements(self.model.cluster, case.tp, case.pp, case.dp, known):
             used = {self.model.cluster.type_of(device).name for device in devices}
             if not used <= speeds.keys():
                 continue
+            net = self.model.network(case.tp, case.pp, case.dp, devices)
+            even = [max(self._whole(name, case) for name in names) / case.pp for names in net.types]
             for name, virtual in schedules(
                 case.pp, self.model.profile.size, self.constraints, self.model.runtime.schedules
             ):
-                self._try_thrift(case, devices, name, virtual)
+                if not self._hopeless(case, devices, name, virtual, even):
+                    self._try_thrift(case, devices, name, virtual)
+
+    def _hopeless(self, case: Degrees, devices: tuple[int, ...], name: str, virtual: int, even: list[float]) -> bool:
+        """Whether even stages, on devices as fast as these in all, would be too slow."""
+        speed = sum(1.0 / seconds for seconds in even)
+        strategy = Strategy(
+            case.tp, case.pp, case.dp, case.microbatch, case.microbatches, name, virtual, (), devices, (), case.dp > 1
+        )
+        each = [1.0 / speed] * case.pp
+        hopeless = self.model.at_least(strategy, each, each) >= self.worst_kept
+        self.counts["bounded"] += hopeless
+        return hopeless
 
     def _types(self, tp: int) -> list[str]:
-        return [name for name in self.model.profile.devices if tp in self.model.profile.degrees(name)]
+        there = {node.device for node in self.model.cluster.nodes}
+        return [n for n in self.model.profile.devices if n in there and tp in self.model.profile.degrees(n)]
 
     def _whole(self, name: str, case: Degrees) -> float:
         rows = self.model.rows(name, case.tp, case.microbatch)
@@ -201,7 +226,7 @@ class _Search:
         if cuts is None:
             self._missed(strategy, None)
             return False
-        if cuts.bound >= self.worst_kept:
+        if self.model.at_least(strategy, cuts.stages, cuts.ranks) >= self.worst_kept:
             self.counts["bounded"] += 1
             return True
         return self._consider(replace(strategy, cuts=cuts.cuts))

@@ -38,9 +38,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from smpar.errors import NothingFits, PlanError, TooFewUnits
-from smpar.planner.chain import check_number, fold
+from smpar.planner.chain import check_number, check_ranks, fold, shares_ranks
 from smpar.planner.native import core
 
 
@@ -97,6 +98,12 @@ class Layers:
     def __len__(self) -> int:
         return len(self.state)
 
+    @cached_property
+    def as_core(self) -> tuple[list[list[float]], list[float], list[float], list[tuple[int, list[int], float]]]:
+        """As the core takes it; kept, for a search that cuts the same layers many times."""
+        tensors = [(t.source, list(t.targets), t.nbytes) for t in self.tensors]
+        return [list(row) for row in self.times], list(self.state), list(self.saved), tensors
+
 
 @dataclass(frozen=True)
 class Place:
@@ -127,10 +134,9 @@ class Place:
         if self.limit != math.inf:
             check_number(self.limit, "limit of a place")
 
-    @property
-    def numbers(self) -> tuple[int, float, float, float, float, float]:
+    def as_core(self) -> tuple[int, float, float, float, float, float]:
         """As the core takes it."""
-        return (self.device_class, self.seconds_per_byte, self.latency, self.in_flight, self.transient, self.limit)
+        return self.device_class, self.seconds_per_byte, self.latency, self.in_flight, self.transient, self.limit
 
 
 @dataclass(frozen=True)
@@ -138,13 +144,38 @@ class StageCuts:
     """Stage ``k`` holds layers ``cuts[k]`` up to ``cuts[k + 1]`` (the end, for the last one); ``cuts[0]`` is 0.
 
     ``seconds`` is the objective; ``stage_time`` in seconds per microbatch with the transfers that the stage pays;
-    ``stage_memory`` in bytes.
+    ``stage_memory`` in bytes; ``rank_time`` and ``rank_memory`` are those of each rank's stages together.
     """
 
     cuts: tuple[int, ...]
     seconds: float
     stage_time: tuple[float, ...]
     stage_memory: tuple[float, ...]
+    rank_time: tuple[float, ...]
+    rank_memory: tuple[float, ...]
+
+    @classmethod
+    def make(
+        cls,
+        places: Sequence[Place],
+        ranks: Sequence[int],
+        cuts: Sequence[int],
+        seconds: float,
+        time: Sequence[float],
+        memory: Sequence[float],
+    ) -> StageCuts:
+        """From the seconds and bytes of stages."""
+        held = [[k for k, rank in enumerate(ranks) if rank == r] for r in range(1 + max(ranks, default=-1))]
+
+        def bytes_of(stages: Sequence[int]) -> float:
+            if len(stages) == 1:
+                return memory[stages[0]]
+            most = max(places[k].transient for k in stages)
+            return fold(memory[k] - places[k].transient for k in stages) + most
+
+        rank_time = tuple(fold(time[k] for k in stages) for stages in held) if ranks else tuple(time)
+        rank_memory = tuple(bytes_of(stages) for stages in held) if ranks else tuple(memory)
+        return cls(tuple(cuts), seconds, tuple(time), tuple(memory), rank_time, rank_memory)
 
 
 @dataclass(frozen=True)
@@ -156,29 +187,54 @@ class Excess:
     nbytes: float
 
 
-def cut_stages(layers: Layers, places: Sequence[Place], microbatches: int) -> StageCuts:
-    """The best cuts of ``layers`` into one stage at each of ``places``; of equals the lexicographically smallest.
+def cut_stages(
+    layers: Layers, places: Sequence[Place], microbatches: int, ranks: Sequence[int] = (), evenness: float = 0.0
+) -> StageCuts:
+    """The best cuts of ``layers`` into one stage at each of ``places``.
+
+    With one stage per rank, of equally good cuts the lexicographically smallest. With several, good cuts, proven to be
+    the best where the proof is short (about a dozen layers, and more if transfers are cheap).
+
+    Args:
+        layers: what is cut.
+        places: of the stages, in their order.
+        microbatches: per step.
+        ranks: the rank that holds each stage; empty if stage ``k`` is alone on rank ``k``. Stages of one rank have one
+            class of device and one limit, which holds for the rank.
+        evenness: where ranks are shared, the part of the pace that the dearest stage sets; between 0 and 1.
 
     Raises:
         TooFewUnits: fewer layers than stages.
-        NothingFits: no cuts keep the limits; says by how much the best-fitting ones miss.
-        PlanError: a class of device that has no times; no stage or microbatch; numbers beyond float64.
+        NothingFits: no cuts keep the limits (or none are found, if ranks are shared); says by how much the
+            best-fitting ones miss.
+        PlanError: a class of device that has no times; no stage or microbatch; ranks that mean nothing; numbers beyond
+            float64.
         NativeMissing: smpar was not installed, only found.
     """
-    found = find_cuts(layers, places, microbatches)
+    found = find_cuts(layers, places, microbatches, ranks, evenness)
     if found is None:
-        raise nothing_fits(layers, places)
+        raise nothing_fits(layers, places, ranks)
     return found
 
 
-def find_cuts(layers: Layers, places: Sequence[Place], microbatches: int) -> StageCuts | None:
+def find_cuts(
+    layers: Layers, places: Sequence[Place], microbatches: int, ranks: Sequence[int] = (), evenness: float = 0.0
+) -> StageCuts | None:
     """As `cut_stages`, but nothing instead of an error where nothing fits: for a search that tries many places."""
-    check(layers, places, microbatches)
-    found = core().cut_stages(*_chain(layers), [p.numbers for p in places], microbatches)
-    if found is None:
-        return None
-    cuts, seconds, time, memory = found
-    return StageCuts(tuple(cuts), seconds, tuple(time), tuple(memory))
+    check(layers, places, microbatches, ranks, evenness)
+    if shares_ranks(ranks):
+        found, fits = _cut_shared(layers, places, microbatches, ranks, evenness)
+        return found if fits else None
+    best = core().cut_stages(*layers.as_core, [p.as_core() for p in places], microbatches)
+    return None if best is None else StageCuts.make(places, ranks, *best)
+
+
+def _cut_shared(
+    layers: Layers, places: Sequence[Place], microbatches: int, ranks: Sequence[int], evenness: float
+) -> tuple[StageCuts, bool]:
+    at = [p.as_core() for p in places]
+    found, fits = core().cut_shared(*layers.as_core, at, microbatches, list(ranks), evenness)
+    return StageCuts.make(places, ranks, *found), fits
 
 
 def least_excess(layers: Layers, places: Sequence[Place]) -> Excess:
@@ -190,33 +246,45 @@ def least_excess(layers: Layers, places: Sequence[Place]) -> Excess:
     check(layers, places, 1)
     if all(p.limit == math.inf for p in places):
         raise PlanError("a stage exceeds its limit", "no stage has a limit", "give Place(limit=bytes)")
-    cuts, stage, nbytes = core().least_excess(*_chain(layers), [p.numbers for p in places])
+    cuts, stage, nbytes = core().least_excess(*layers.as_core, [p.as_core() for p in places])
     return Excess(tuple(cuts), stage, nbytes)
 
 
-def nothing_fits(layers: Layers, places: Sequence[Place]) -> NothingFits:
+def nothing_fits(layers: Layers, places: Sequence[Place], ranks: Sequence[int] = ()) -> NothingFits:
     """The error for limits that no cuts keep: by how much, where, and what would help."""
-    excess = least_excess(layers, places)
-    k, place = excess.stage, places[excess.stage]
-    begin, end = excess.cuts[k], (*excess.cuts[1:], len(layers))[k]
-    state, saved = fold(layers.state[begin:end]), place.in_flight * fold(layers.saved[begin:end])
+    if shares_ranks(ranks):
+        found, _ = _cut_shared(layers, places, 1, ranks, 0.0)
+        limits = dict(zip(ranks, (p.limit for p in places), strict=True))
+        at = max(limits, key=lambda r: found.rank_memory[r] - limits[r])
+        cuts, nbytes, where = found.cuts, found.rank_memory[at] - limits[at], "rank"
+        stages = [k for k, rank in enumerate(ranks) if rank == at]
+    else:
+        excess = least_excess(layers, places)
+        cuts, at, nbytes, where = excess.cuts, excess.stage, excess.nbytes, "stage"
+        stages = [at]
+    held = [(k, range(cuts[k], (*cuts[1:], len(layers))[k])) for k in stages]
+    state = fold(layers.state[i] for _, of in held for i in of)
+    saved = fold(places[k].in_flight * layers.saved[i] for k, of in held for i in of)
+    transient = max(places[k].transient for k in stages)
     helps = {
         "tensor parallelism, more stages or a sharded optimizer": state,
         "recomputation, smaller microbatches, tensor parallelism or a schedule with fewer in flight": saved,
-        "smaller microbatches or recomputation": place.transient,
+        "smaller microbatches or recomputation": transient,
     }
     return NothingFits(
-        "each stage keeps within the memory of its device",
-        f"the best-fitting cuts {list(excess.cuts)} need {excess.nbytes:.0f} bytes too many on stage {k} (layers "
-        f"{begin} to {end - 1}): state {state:.0f}, {place.in_flight:g} microbatches in flight {saved:.0f}, transient "
-        f"{place.transient:.0f}; the limit is {place.limit:.0f}",
+        f"each {where} keeps within the memory of its device",
+        f"the best-fitting cuts {list(cuts)} need {nbytes:.0f} bytes too many on {where} {at} (layers "
+        f"{', '.join(f'{of[0]} to {of[-1]}' for _, of in held)}): state {state:.0f}, saved for microbatches in flight "
+        f"{saved:.0f}, transient {transient:.0f}; the limit is {places[stages[0]].limit:.0f}",
         f"use {max(helps, key=lambda h: helps[h])}; or devices with more memory",
-        stage=k,
-        nbytes=excess.nbytes,
+        at=at,
+        nbytes=nbytes,
     )
 
 
-def check(layers: Layers, places: Sequence[Place], microbatches: int) -> None:
+def check(
+    layers: Layers, places: Sequence[Place], microbatches: int, ranks: Sequence[int] = (), evenness: float = 0.0
+) -> None:
     """Raise the error that explains the first thing wrong with what layers and places are together."""
     if not places or microbatches < 1:
         raise PlanError(
@@ -237,6 +305,17 @@ def check(layers: Layers, places: Sequence[Place], microbatches: int) -> None:
                 f"stage {k} has device_class {place.device_class}; times has rows 0 to {len(layers.times) - 1}",
                 "measure or estimate the layers on that class of device",
             )
+    check_ranks(ranks, len(places))
+    if not 0.0 <= evenness <= 1.0:
+        raise PlanError("evenness lies between 0 and 1", f"evenness={evenness}", "0 is ranks only")
+    for rank in set(ranks):
+        kinds = {(p.device_class, p.limit) for p, r in zip(places, ranks, strict=True) if r == rank}
+        if len(kinds) > 1:
+            raise PlanError(
+                "the stages of a rank run on one device, with one limit",
+                f"rank {rank} has (device_class, limit) {sorted(kinds)}",
+                "give these places the same device_class and limit",
+            )
     bytes_in = fold(t.nbytes * len(t.targets) for t in layers.tensors)
     links = max(bytes_in * p.seconds_per_byte + len(layers.tensors) * len(layers) * p.latency for p in places)
     slowest = max(fold(layers.times[c]) for c in {p.device_class for p in places})
@@ -247,9 +326,3 @@ def check(layers: Layers, places: Sequence[Place], microbatches: int) -> None:
             f"slowest device {slowest} s, transfers {links} s, memory {fullest} bytes, microbatches {microbatches}",
             "check the units of these costs: seconds and bytes",
         )
-
-
-def _chain(layers: Layers) -> tuple[list[list[float]], list[float], list[float], list[tuple[int, list[int], float]]]:
-    """As the core takes it."""
-    tensors = [(t.source, list(t.targets), t.nbytes) for t in layers.tensors]
-    return [list(row) for row in layers.times], list(layers.state), list(layers.saved), tensors

@@ -28,7 +28,7 @@ def cut_stages_reference(layers: Layers, places: Sequence[Place], microbatches: 
     cuts, seconds = found
     ends = list(zip(places, intervals(cuts, len(layers)), strict=True))
     times, memory = ([of(layers, place, a, b) for place, (a, b) in ends] for of in (stage_time, stage_memory))
-    return StageCuts(tuple(cuts), seconds, tuple(times), tuple(memory))
+    return StageCuts.make(places, (), cuts, seconds, times, memory)
 
 
 def stage_time(layers: Layers, place: Place, a: int, b: int) -> float:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from smpar.comm.channels import Channels, open_channels
+from smpar.comm.channels import Channels
 from smpar.comm.messages import CommGroup, allgather, barrier
 from smpar.comm.world import World
 from smpar.planner.cluster import Link
@@ -34,12 +34,17 @@ class Measured:
 
 
 def measure_links(
-    world: World, host_of: Sequence[Hashable], done: Callable[[], None], sizes: Sequence[int] = SIZES
+    world: World,
+    channels: Channels,
+    host_of: Sequence[Hashable],
+    done: Callable[[], None],
+    sizes: Sequence[int] = SIZES,
 ) -> dict[tuple[int, int], Measured]:
     """Measure all pairs of ranks; both directions of a pair count as one. All ranks call this together.
 
     Args:
         world: one pipeline of all ranks.
+        channels: of all its ranks.
         host_of: each rank's machine: pairs that share one are measured one after the other.
         done: called after each round.
         sizes: of messages, in bytes.
@@ -47,10 +52,8 @@ def measure_links(
     Returns:
         on every rank, for each pair (a, b) with a < b.
     """
-    channels = open_channels(world, world.device)
     found: dict[tuple[int, int], Measured] = {}
     for pairs in rounds(host_of):
-        assert channels is not None, "a world of one has no pairs"
         for pair in pairs:
             if world.rank in pair:
                 seconds = [_half_trips(channels, world, pair, size) for size in sizes]
@@ -92,6 +95,71 @@ def _half_trips(channels: Channels, world: World, pair: tuple[int, int], size: i
     seconds = [trip() for _ in range(int(count))]
     channels.finish()
     return seconds
+
+
+def measure_cards(world: World, channels: Channels, host_of: Sequence[Hashable], size: int) -> dict[Hashable, int]:
+    """How many network cards each machine has for its ranks, as far as it shows: how many single streams' worth all
+    its ranks can send at once. All ranks call this together.
+
+        one     0 ═══▶ 2          all     0 ═══▶ 2      as fast each as the one: two cards;
+                                          1 ═══▶ 3      half as fast: they share one
+
+    Args:
+        world: one pipeline of all ranks.
+        channels: of all its ranks.
+        host_of: each rank's machine.
+        size: of messages, in bytes.
+
+    Returns:
+        for each machine that has several ranks and another such machine to send to.
+    """
+    hosts: dict[Hashable, list[int]] = {}
+    for rank, host in enumerate(host_of):
+        hosts.setdefault(host, []).append(rank)
+    several = [host for host, ranks in hosts.items() if len(ranks) > 1]
+    if len(several) < 2:
+        return {}
+    found: dict[Hashable, int] = {}
+    meetings = [(several[i], several[i + 1]) for i in range(0, len(several) - 1, 2)]
+    for batch in (meetings, [(several[-1], several[0])] if len(several) % 2 else []):
+        streams = [list(zip(hosts[a], hosts[b], strict=False)) for a, b in batch]
+        one = _speeds(world, channels, [pairs[0] for pairs in streams], size)
+        all_ = _speeds(world, channels, [pair for pairs in streams for pair in pairs], size)
+        for meeting, pairs in zip(batch, streams, strict=True):
+            cards = round(sum(all_[pair] for pair in pairs) / one[pairs[0]])
+            for host in meeting:
+                found.setdefault(host, min(len(pairs), max(1, cards)))
+    return found
+
+
+def _speeds(
+    world: World, channels: Channels, pairs: Sequence[tuple[int, int]], size: int
+) -> dict[tuple[int, int], float]:
+    """Bytes/s of streams that run at the same time, as their first ranks see it; each rank is in one pair."""
+    barrier()
+    mine = {pair: _stream(channels, world, pair, size) for pair in pairs if world.rank in pair}
+    parts = allgather({pair: speed for pair, speed in mine.items() if world.rank == pair[0]}, CommGroup.WORLD)
+    return {pair: speed for part in parts for pair, speed in part.items()}
+
+
+def _stream(channels: Channels, world: World, pair: tuple[int, int], size: int) -> float:
+    """Bytes/s of messages from the first rank of the pair to the second, one behind the other."""
+    leads, other = world.rank == pair[0], pair[world.rank == pair[0]]
+    message = torch.zeros(size, dtype=torch.uint8, device=world.device)
+    answer = torch.zeros(1, dtype=torch.uint8, device=world.device)
+    start = time.perf_counter()
+    if leads:
+        for _ in range(_LEAST):
+            channels.send(other, message)
+        channels.post_recv(other, answer).wait()
+    else:
+        for _ in range(_LEAST):
+            channels.post_recv(other, message).wait()
+        channels.send(other, answer)
+    _wait_for(world.device)
+    seconds = time.perf_counter() - start
+    channels.finish()
+    return _LEAST * size / seconds
 
 
 def _wait_for(device: torch.device) -> None:

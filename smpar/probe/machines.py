@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from smpar.planner.cluster import HERE, Cluster, DeviceType, Link, Matrix, Node
 from smpar.planner.machines import GBIT, GIBI, GIGA, MICRO, TERA
 from smpar.probe.links import Measured
 
 _UNEVEN = 1.3  # links that should be equal and differ by more, and by more than their noise, are written one by one
+NO_CARDS: Mapping[Hashable, int] = MappingProxyType({})
 _SCATTER = 6.0  # median absolute deviations: two of three, to each side
 
 
@@ -24,7 +26,9 @@ class Rank:
     device: DeviceType
 
 
-def cluster_of(ranks: Sequence[Rank], links: Mapping[tuple[int, int], Measured]) -> Cluster:
+def cluster_of(
+    ranks: Sequence[Rank], links: Mapping[tuple[int, int], Measured], cards: Mapping[Hashable, int] = NO_CARDS
+) -> Cluster:
     """The cluster that the measurements show.
 
     Neighbouring ranks with equal devices on one machine are a node. The nodes' links are medians; where links that a
@@ -33,6 +37,7 @@ def cluster_of(ranks: Sequence[Rank], links: Mapping[tuple[int, int], Measured])
     Args:
         ranks: all, in order.
         links: of each pair (a, b) with a < b.
+        cards: number of network cards by machine; one where nothing is said.
     """
     nodes = [list(group) for _, group in itertools.groupby(range(len(ranks)), lambda r: _kind(ranks[r]))]
     names = {ranks[r].device.name: None for r in range(len(ranks))}
@@ -51,6 +56,7 @@ def cluster_of(ranks: Sequence[Rank], links: Mapping[tuple[int, int], Measured])
             typical.get((i, i), HERE),
             # A link is as fast as the slower card of both, so a card is at least as fast as any of its links.
             max((link for (a, b), link in typical.items() if a != b and i in (a, b)), key=_speed, default=HERE),
+            min(cards.get(ranks[members[0]].machine, 1), len(members)),
         )
         for i, members in enumerate(nodes)
     )

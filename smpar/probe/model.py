@@ -23,7 +23,7 @@ from smpar.trace import tree
 from smpar.trace.fake import FakeRunner
 from smpar.trace.outcomes import Outcomes
 
-_ENOUGH = 0.05  # seconds of timing one call
+_ENOUGH = 0.2  # seconds of timing one call
 
 
 def profile_model(

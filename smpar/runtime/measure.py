@@ -24,7 +24,8 @@ from smpar.trace.outcomes import Outcomes
 log = logging.getLogger("smpar")
 
 _RUNS = 3  # at least, after one to warm up; the median counts
-_MOST = 50  # runs
+_MOST = 50  # runs in one pass
+_PASSES = 4  # over all calls, if there is time: what else the machine does then spreads over them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +126,11 @@ class Measurer:
         return found
 
     def _time(self, calls: Sequence[_Call]) -> list[Times | None]:
-        return [time_call(c.unit, c.inputs, c.spec, self._split, self._enough) for c in calls]
+        runs: list[list[Times]] = [[] for _ in calls]
+        for _ in range(_PASSES if self._enough else 1):
+            for of_call, c in zip(runs, calls, strict=True):
+                of_call += time_call(c.unit, c.inputs, c.spec, self._split, self._enough / _PASSES)
+        return [Times(*map(statistics.median, zip(*r, strict=True))) if r else None for r in runs]
 
     def _scale(self) -> float:
         """Measured seconds per counted second, of the median unit: one that is slow for its own reasons says little."""
@@ -143,7 +148,7 @@ def time_call(
     spec: tree.Spec,
     split: bool = False,
     enough: float = 0.0,
-) -> Times | None:
+) -> list[Times]:
     """Seconds of the forward and of the backward of one call, on random inputs; nothing of it stays in the unit.
 
     Args:
@@ -152,29 +157,39 @@ def time_call(
         enough: seconds to spend at least, in runs that are not too many.
 
     Returns:
-        None if the unit does not run on such inputs.
+        of each run but the first; nothing if the unit does not run on such inputs.
     """
     devices = {t.device for t in (*unit.parameters(), *inputs)}
     try:
         with torch.random.fork_rng(sorted(d.index for d in devices if d.type == "cuda")):
-            runs = _runs(unit, [_random(i) if isinstance(i, Meta) else i for i in inputs], spec, split, enough)
+            return _runs(unit, [_random(i) if isinstance(i, Meta) else i for i in inputs], spec, split, enough)
     except Exception as error:  # whatever the module does on numbers that mean nothing
         log.info("smpar: %s is not measured: %s", type(unit).__name__, error)
-        return None
-    return Times(*(statistics.median(values) for values in zip(*runs[1:], strict=True)))
+        return []
 
 
 def _runs(unit: nn.Module, given: list[torch.Tensor], spec: tree.Spec, split: bool, enough: float) -> list[Times]:
     sources = [t for t in given if t.requires_grad]
     wanted = [*sources, *(p for p in unit.parameters() if p.requires_grad)]
     runs: list[Times] = []
+    arguments = tree.Snapshot()  # a cache of keys and values would grow from run to run
+    for const in tree.constants(spec):
+        if const.opaque and not isinstance(const.value, nn.Module):
+            arguments.add(const.value)
+
+    def run(wanted: Sequence[torch.Tensor]) -> tuple[float, float]:
+        try:
+            return _run(unit, given, spec, wanted)
+        finally:
+            arguments.restore()
+
     with _undone(unit, given):
         start = time.perf_counter()
         while len(runs) <= _RUNS or (len(runs) <= _MOST and time.perf_counter() - start < enough):
-            forward, backward = _run(unit, given, spec, wanted)
-            through = _run(unit, given, spec, sources)[1] if split and len(wanted) > len(sources) else backward
+            forward, backward = run(wanted)
+            through = run(sources)[1] if split and len(wanted) > len(sources) else backward
             runs.append(Times(forward, backward, max(0.0, backward - through)))
-    return runs
+    return runs[1:]
 
 
 def _run(

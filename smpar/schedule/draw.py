@@ -28,7 +28,13 @@ _BLOCKS = " ▁▂▃▄▅▆▇█"
 _IDLE = "·"
 
 
-def draw_text(schedule: Schedule, program: Program, width: int = 96, transfer_seconds: Transfer = 0.0) -> str:
+def draw_text(
+    schedule: Schedule,
+    program: Program,
+    width: int = 96,
+    transfer_seconds: Transfer = 0.0,
+    timeline: Sequence[Timed] = (),
+) -> str:
     """A line per rank, to scale: each column shows what runs in the middle of its time. Below, a line of held memory.
 
     Memory is that of `smpar.schedule.memory`, all ranks in one scale.
@@ -38,11 +44,13 @@ def draw_text(schedule: Schedule, program: Program, width: int = 96, transfer_se
         program: what each microbatch does.
         width: columns for the whole time. An action shorter than a column may be lost.
         transfer_seconds: as for `smpar.schedule.times`.
+        timeline: all actions with times from elsewhere, as measured ones, by start; empty: those of
+            `smpar.schedule.times`.
 
     Raises:
         ScheduleError: the schedule cannot run.
     """
-    timeline = times(schedule, program, transfer_seconds)
+    timeline = timeline or times(schedule, program, transfer_seconds)
     whole = makespan(timeline)
     rows = [[_IDLE] * width for _ in schedule.ranks]
     for timed in timeline:
@@ -90,7 +98,7 @@ def _column(time: float, whole: float, width: int) -> int:
     return min(width, max(0, -int(-(time / whole * width - 0.5 - 1e-6) // 1))) if whole else 0
 
 
-def title(schedule: Schedule, timeline: list[Timed]) -> str:
+def title(schedule: Schedule, timeline: Sequence[Timed]) -> str:
     """Name, sizes, time and bubble in one line."""
     microbatches = len({timed.action.microbatch for timed in timeline})
     idle = 100 * bubble(timeline, len(schedule.ranks))
@@ -103,7 +111,13 @@ def title(schedule: Schedule, timeline: list[Timed]) -> str:
 _LEFT, _RIGHT, _TOP, _ROW, _GAP = 70, 190, 56, 26, 6
 
 
-def draw_svg(schedule: Schedule, program: Program, width: int = 1000, transfer_seconds: Transfer = 0.0) -> str:
+def draw_svg(
+    schedule: Schedule,
+    program: Program,
+    width: int = 1000,
+    transfer_seconds: Transfer = 0.0,
+    timeline: Sequence[Timed] = (),
+) -> str:
     """A self-contained SVG: a row per rank, a colour per microbatch, backwards darker, a label where it fits.
 
     Backwards of weights are hatched. Below, on the same time axis, a curve per rank of the memory that it holds, all in
@@ -114,11 +128,13 @@ def draw_svg(schedule: Schedule, program: Program, width: int = 1000, transfer_s
         program: what each microbatch does.
         width: of the time axis, in pixels.
         transfer_seconds: as for `smpar.schedule.times`.
+        timeline: all actions with times from elsewhere, as measured ones, by start; empty: those of
+            `smpar.schedule.times`.
 
     Raises:
         ScheduleError: the schedule cannot run.
     """
-    timeline = times(schedule, program, transfer_seconds)
+    timeline = timeline or times(schedule, program, transfer_seconds)
     whole = makespan(timeline) or 1.0
     middle = _TOP + len(schedule.ranks) * (_ROW + _GAP)
     bottom = middle + len(schedule.ranks) * (_ROW + _GAP) + _GAP

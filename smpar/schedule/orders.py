@@ -9,6 +9,7 @@ import difflib
 from collections.abc import Callable
 from typing import NamedTuple
 
+from smpar.config import VIRTUAL_STAGES
 from smpar.errors import ScheduleError, ScheduleNameError
 from smpar.schedule.actions import Action, Kind, Schedule
 from smpar.schedule.chains import (
@@ -148,11 +149,11 @@ def virtual_stages_of(name: str, asked: int = 0) -> int:
         ScheduleNameError: no such name.
         ScheduleError: the schedule does not go with that number.
     """
-    order = _order(name)
-    if asked < 0 or (order.vee and asked not in (0, order.virtual)):
-        rule = f"{name} has {order.virtual} stages per rank" if order.vee else "a rank has at least one stage"
-        raise ScheduleError(rule, f"virtual_stages={asked}", f"virtual_stages={order.virtual}, or leave it out")
-    return asked or order.virtual
+    vee, default = _order(name).vee, VIRTUAL_STAGES.get(name, 1)
+    if asked < 0 or (vee and asked not in (0, default)):
+        rule = f"{name} has {default} stages per rank" if vee else "a rank has at least one stage"
+        raise ScheduleError(rule, f"virtual_stages={asked}", f"virtual_stages={default}, or leave it out")
+    return asked or default
 
 
 def placement(name: str, size: int, virtual_stages: int = 0) -> tuple[int, ...]:
@@ -184,15 +185,13 @@ class _Order(NamedTuple):
         make: runs the programs that fit; None: there is no such order, general runs all.
         fits: whether `make` runs the program.
         capped: whether a cap on microbatches in flight applies.
-        virtual: default of stages per rank.
-        vee: whether a rank's stages lie in a V, and are `virtual` for certain.
+        vee: whether a rank's stages lie in a V, and are as many as its default for certain.
     """
 
     general: Callable[[Program, int, int | None], Schedule]
     make: Callable[[Program, int], Schedule] | None = None
     fits: Callable[[Program], bool] = on_own_ranks
     capped: bool = True
-    virtual: int = 1
     vee: bool = False
 
 
@@ -210,9 +209,9 @@ _ORDERS: dict[str, _Order] = {
     "gpipe": _Order(_fill_drain, gpipe, capped=False),
     "1f1b": _Order(_one_f_one_b),
     "interleaved": _Order(_one_f_one_b),
-    "interleaved_1f1b": _Order(list_schedule, interleaved_1f1b, is_loop, virtual=2),
+    "interleaved_1f1b": _Order(list_schedule, interleaved_1f1b, is_loop),
     "zb": _Order(split_schedule, zero_bubble),
-    "zbv": _Order(split_schedule, zbv, is_vee, virtual=2, vee=True),
+    "zbv": _Order(split_schedule, zbv, is_vee, vee=True),
     "list": _Order(list_schedule),
     "fill_drain": _Order(_fill_drain, capped=False),
 }

@@ -1,15 +1,18 @@
 """Orders for chains whose backwards split: ZB-H1 and ZB-V.
 
-Some rules are tried on a simulated clock (`smpar.schedule.filling`), with the segments' times; the fastest wins.
+Some rules are tried on a simulated clock (`smpar.schedule.filling`), with the segments' times, and for the V a fixed
+order for equal stages; the fastest wins.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
-from smpar.schedule.actions import Schedule
+from smpar.schedule.actions import Action, Kind, Schedule
 from smpar.schedule.chains import is_vee, on_own_ranks, require_chain
 from smpar.schedule.filling import Chain, Rule, fill
+from smpar.schedule.memory import counts_segments, memory
 from smpar.schedule.program import Program
 from smpar.schedule.simulate import makespan, times
 
@@ -53,12 +56,12 @@ def zbv(program: Program, microbatches: int) -> Schedule:
 
     The first rank also holds the last stage, so its backwards start at once and every rank holds at most p
     microbatches (of both its segments), as the first one does in `one_f_one_b`. With F = I = W of all segments a rank
-    idles (p-1) F in all, however many microbatches there are.
+    idles (p-1) F in all, however many microbatches there are, from 2p-1 on.
 
     ::
 
-        rank 0 |0120₀⁰1₁₀¹⁰3₁¹2₂²3₃₂³²₃³·|
-        rank 1 |·0011₀₀⁰₁₁⁰22¹¹33₂₂²₃₃²³³|
+        rank 0 |0120₀⁰1₁¹3₀⁰2₂²₁¹3₃³₂²₃³·|
+        rank 1 |·0011₀⁰2₀⁰2₁¹3₁¹3₂²₂₃₃³²³|
 
     Args:
         program: a chain, one segment in each of 2p stages, stages r and 2p-1-r on rank r.
@@ -78,17 +81,63 @@ def zbv(program: Program, microbatches: int) -> Schedule:
         Rule(free, True, 0.3, delay=0.2),
         Rule(free, False, 0.0, delay=0.3),
     ]
-    return _fastest("zbv", program, microbatches, rules)
+    even = Schedule("zbv", _even_vee(program, microbatches))
+    return _fastest("zbv", program, microbatches, rules, [even] if _keeps_few(even, program) else [])
 
 
-def _fastest(name: str, program: Program, microbatches: int, rules: Sequence[Rule]) -> Schedule:
-    """The fastest of one order per rule, no rank holding more than p microbatches.
+def _even_vee(program: Program, microbatches: int) -> tuple[tuple[Action, ...], ...]:
+    """A fixed order for a V; with F = I = W and 2p-1 microbatches or more, it idles no longer than the ramp, (p-1) F.
+
+    Rank r has the segments 0, on the way down, and 1, on the way up. What has run out, it leaves out::
+
+        fill      F0, 2(p-r)-1 times      F1 F0, r times      F1 I1 W1, p-r times
+        steady    F0 I0 W0 F1 I1 W1
+        drain     I0 I1, r times          I0 W, p-r times     the other W's
+
+    Since fewer than 2p segments are in flight when the steady part begins, and each forward follows a whole backward
+    there, no rank holds more than 2p.
+    """
+    (f0, f1), (i0, i1), (w0, w1) = [[(kind, 0), (kind, 1)] for kind in (Kind.F, Kind.I, Kind.W)]
+    size, rounds = program.size, max(0, microbatches - program.size)
+    ranks = []
+    for rank in range(size):
+        both = microbatches - min(microbatches, max(size, microbatches) - rank)
+        last = microbatches - rounds - both
+        turns = [f0] * (2 * (size - rank) - 1) + [f1, f0] * rank + [f1, i1, w1] * (size - rank)
+        turns += [f0, i0, w0, f1, i1, w1] * rounds
+        turns += [i0, i1] * both + [i0, w1] * min(both, last) + [i0, w0] * (last - both)
+        turns += [w1] * microbatches + [w0] * microbatches
+        done: Counter[tuple[Kind, int]] = Counter()
+        actions = []
+        for kind, which in turns:
+            segment = program.segments[(rank, 2 * size - 1 - rank)[which]]
+            splits, microbatch = segment.weight > 0, done[kind, which]
+            needed = microbatch < microbatches and (kind is Kind.F or program.backward)
+            if needed and (splits or kind is not Kind.W):
+                whole = kind is Kind.I and not splits
+                actions.append(Action(Kind.B if whole else kind, segment.index, microbatch))
+            done[kind, which] += 1
+        ranks.append(tuple(actions))
+    return tuple(ranks)
+
+
+def _keeps_few(schedule: Schedule, program: Program) -> bool:
+    """Whether no rank holds more than p microbatches; 2p segments may be more, where one keeps more than the other."""
+    whole = [sum(segment.saved for segment in program.of_rank(rank)) for rank in range(program.size)]
+    held = memory(schedule, program)
+    return counts_segments(program) or all(h <= program.size * w for h, w in zip(held, whole, strict=True))
+
+
+def _fastest(
+    name: str, program: Program, microbatches: int, rules: Sequence[Rule], others: Sequence[Schedule] = ()
+) -> Schedule:
+    """The fastest of one order per rule, and of the others; no rank holds more than p microbatches.
 
     Of equally fast ones, the one that is fastest when messages take a while.
     """
     chain = Chain(program)
     orders = {fill(chain, microbatches, rule): None for rule in rules}
-    schedules = [Schedule(name, ranks) for ranks in orders]
+    schedules = [*(Schedule(name, ranks) for ranks in orders), *others]
     ends = [makespan(times(schedule, program)) for schedule in schedules]
     best = [s for s, end in zip(schedules, ends, strict=True) if end <= min(ends) * (1 + 1e-6)]
     delay = _DELAY * chain.mean

@@ -19,7 +19,6 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.overrides import TorchFunctionMode
 
 from smpar.errors import (
     NotThroughModel,
@@ -31,16 +30,14 @@ from smpar.errors import (
 )
 from smpar.stage import special
 from smpar.stage.layout import Layout
+from smpar.stage.mode import GlueMode, Plain
 from smpar.stage.record import Event
-from smpar.stage.tensor import METADATA, StageTensor, activate, link, metadata, relink
+from smpar.stage.tensor import METADATA, StageTensor, activate, become, link, metadata, rebind, relink
 from smpar.stage.units import keep_attribute
 from smpar.stage.views import together
 from smpar.trace import tree
 from smpar.trace.draws import DRAWS, SeedMode, advance, seed_generators
 from smpar.trace.outcome import Meta, NoSubclass, Out, Outcome, meta_of
-
-Parameter = nn.Parameter
-
 
 _numbers = itertools.count()
 
@@ -53,29 +50,6 @@ class Wire(Protocol):
     def send(self, rank: int, tensor: torch.Tensor, meta: Meta) -> None: ...
 
     def receive(self, rank: int, flow: int, meta: Meta) -> torch.Tensor: ...
-
-
-class GlueMode(TorchFunctionMode):
-    """Sees every torch call in glue, also those whose arguments are all plain."""
-
-    def __init__(self, run: Run) -> None:
-        super().__init__()
-        self.run = run
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        for arg in args:
-            kind = type(arg)
-            if kind is StageTensor or (kind is Parameter and id(arg) in self.run.layout.holders):
-                break
-            if (kind is list or kind is tuple) and any(isinstance(a, (StageTensor, Parameter)) for a in arg):
-                break
-        else:
-            if not any(isinstance(v, (StageTensor, Parameter)) for v in kwargs.values()) and StageTensor not in types:
-                return self.run.replicated(func, args, kwargs)
-        return self.run.operation(func, args, kwargs)
 
 
 class Run(abc.ABC):
@@ -222,7 +196,7 @@ class Run(abc.ABC):
             if type(t) is StageTensor:
                 if t.owner != number:
                     raise OtherMicrobatch(self.layout.name(target))
-            elif type(t) is Parameter and id(t) in holders:
+            elif type(t) is nn.Parameter and id(t) in holders:
                 leaves[i] = self.wrap(t)
         return leaves
 
@@ -243,7 +217,7 @@ class Run(abc.ABC):
         with torch.enable_grad():
             made = self.operation(together, (family,), {})
         for tensor, new in zip(family, made, strict=True):
-            _rebind(tensor, meta_of(new), new.home, new.ident, new.segment, new.value)
+            rebind(tensor, meta_of(new), new.home, new.ident, new.segment, new.value)
         relink(family)
 
     def backward(self, tensors: Any, grads: Any = None) -> None:
@@ -440,8 +414,8 @@ class Run(abc.ABC):
                 if not self._made_here(tensor):
                     self._spread(tensor, event.stage)
                     continue
-                _become(tensor, StageTensor(out.meta, event.stage, ident, event.segment, self.number))
-            _rebind(tensor, out.meta, event.stage, ident, event.segment, value)
+                become(tensor, StageTensor(out.meta, event.stage, ident, event.segment, self.number))
+            rebind(tensor, out.meta, event.stage, ident, event.segment, value)
         results: list[Any] = []
         for i, place in enumerate(outcome.places):
             if not isinstance(place, Out):
@@ -475,30 +449,9 @@ class Run(abc.ABC):
             self.attributes[modules[index], name] = tensor
             keep_attribute(self.layout, modules[index], name)
 
-    def plain(self) -> _Plain:
+    def plain(self) -> Plain:
         """Outside of glue: torch calls and modules behave as usual."""
-        return _Plain(self.mode)
-
-
-class _Plain:
-    """Takes a microbatch's mode off the stack of torch-function modes, and lets no microbatch be the running one."""
-
-    __slots__ = ("_before", "_in_glue", "_mode")
-
-    def __init__(self, mode: GlueMode) -> None:
-        self._mode = mode
-
-    def __enter__(self) -> None:
-        self._before = activate(None)
-        depth = torch._C._len_torch_function_stack()
-        self._in_glue = depth > 0 and torch._C._get_function_stack_at(depth - 1) is self._mode
-        if self._in_glue:
-            torch._C._pop_torch_function_stack()
-
-    def __exit__(self, *error: object) -> None:
-        if self._in_glue:
-            torch._C._push_on_torch_function_stack(self._mode)
-        activate(self._before)
+        return Plain(self.mode)
 
 
 ONE = tree.flatten(((torch.empty(0),), {}), [])  # the commonest arguments: one tensor
@@ -525,23 +478,3 @@ def described(root: Any) -> str:
     if isinstance(root, StageTensor):
         return f"a tensor of shape {list(root.shape)} without gradient, on stage {root.home}"
     return f"a tensor of shape {list(root.shape)} that no module of the model has a part in"
-
-
-def _rebind(tensor: StageTensor, meta: Meta, stage: int, ident: int, segment: int, value: Any) -> None:
-    """A write in place: the same Python object now stands for a new tensor of the program."""
-    with NoSubclass():
-        if tensor.shape != meta.shape or tensor.stride() != meta.stride:  # unsqueeze_, t_ and the like
-            tensor.data = StageTensor(meta, stage, ident, segment, tensor.owner)
-        tensor.requires_grad_(meta.requires_grad)
-    if tensor.home != stage or tensor.segment != segment:
-        tensor.aliases = None
-    tensor.home, tensor.ident, tensor.segment, tensor.value = stage, ident, segment, value
-
-
-def _become(tensor: torch.Tensor, other: StageTensor) -> None:
-    """Turn a replicated tensor that glue made into a stage tensor: the same Python object, with another content."""
-    with NoSubclass():
-        try:
-            torch.utils.swap_tensors(tensor, other)
-        except RuntimeError as error:  # a view of it exists, which would not see what is written
-            raise WriteIntoReplicated("a plain tensor of which views exist") from error

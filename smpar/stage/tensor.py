@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from smpar.errors import BypassedGlue, OutsideStep
+from smpar.errors import BypassedGlue, OutsideStep, WriteIntoReplicated
 from smpar.trace.outcome import Meta, NoSubclass
 
 if TYPE_CHECKING:
@@ -141,3 +141,23 @@ def relink(tensors: list[StageTensor]) -> None:
     group = [weakref.ref(t) for t in tensors]
     for tensor in tensors:
         tensor.aliases = group
+
+
+def rebind(tensor: StageTensor, meta: Meta, stage: int, ident: int, segment: int, value: Any) -> None:
+    """A write in place: the same Python object now stands for a new tensor of the program."""
+    with NoSubclass():
+        if tensor.shape != meta.shape or tensor.stride() != meta.stride:  # unsqueeze_, t_ and the like
+            tensor.data = StageTensor(meta, stage, ident, segment, tensor.owner)
+        tensor.requires_grad_(meta.requires_grad)
+    if tensor.home != stage or tensor.segment != segment:
+        tensor.aliases = None
+    tensor.home, tensor.ident, tensor.segment, tensor.value = stage, ident, segment, value
+
+
+def become(tensor: torch.Tensor, other: StageTensor) -> None:
+    """Turn a replicated tensor that glue made into a stage tensor: the same Python object, with another content."""
+    with NoSubclass():
+        try:
+            torch.utils.swap_tensors(tensor, other)
+        except RuntimeError as error:  # a view of it exists, which would not see what is written
+            raise WriteIntoReplicated("a plain tensor of which views exist") from error

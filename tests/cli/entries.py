@@ -67,3 +67,33 @@ def not_alone() -> tuple[nn.Module, Any]:
 def on_meta() -> tuple[nn.Module, Any]:
     with torch.device("meta"):
         return nn.Linear(2, 2), torch.zeros(1, 2, device="cpu")
+
+
+class Remembering(nn.Module):
+    """Looks at all that was put into a cache so far, as attention does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, cache: Cache) -> Tensor:
+        cache.kept.append(self.inner(x))
+        return torch.stack(cache.kept).sum(0)
+
+
+class Cache:
+    def __init__(self) -> None:
+        self.kept: list[Tensor] = []
+
+
+class Chat(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(8, 8), Remembering(), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.middle(self.first(x), Cache()))
+
+
+def chat() -> tuple[nn.Module, Any]:
+    return Chat(), torch.randn(4, 8)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,25 +14,30 @@ from smpar.cli.entry import load
 from smpar.cli.main import WRONG, main
 from smpar.planner.profile import Profile
 from smpar.probe.model import profile_model, resized
+from smpar.runtime import measure, module_graph
 from tests.cli import entries
 
 ENTRY = "tests.cli.entries"
 
 
 def directly(size: int) -> float:
-    """Seconds of a forward and backward of the whole."""
+    """CPU seconds of a forward and backward of the whole."""
     model, batch, step = entries.tower()
     ids, targets = (t[torch.arange(size) % 3] for t in batch)
     found = []
     for _ in range(12):
-        start = time.perf_counter()
+        start = time.process_time()
         step(model, ids, targets).backward()
-        found.append(time.perf_counter() - start)
+        found.append(time.process_time() - start)
     return statistics.median(found[2:])
 
 
-def test_a_profile_is_of_the_model(tmp_path: Path, seed: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_profile_is_of_the_model(
+    tmp_path: Path, seed: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(seed)
+    # of one thread: what else the machine does does not count
+    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=time.process_time))
     path = tmp_path / "profile.json"
     before = torch.get_num_threads()
     try:
@@ -62,8 +68,9 @@ def test_a_profile_is_of_the_model(tmp_path: Path, seed: int, capsys: pytest.Cap
         assert len(set(forward[1:21])) == 1, "equal blocks are measured once"
     totals = {m: sum(f) + sum(b) for m, f, b in zip((1, 4, 16), times.forward, times.backward, strict=True)}
     assert totals[1] < totals[4] < totals[16]
+    print({size: totals[size] / direct for size, direct in seconds.items()})
     for size, direct in seconds.items():
-        assert direct / 2.5 < totals[size] < 2.5 * direct, f"{size}: {totals[size]} for {direct}, on a shared machine"
+        assert direct / 2 < totals[size] < 2 * direct, f"{size} samples: {totals[size]} s, directly {direct} s"
 
 
 def test_profiling_leaves_the_model_as_it_was(seed: int) -> None:
@@ -74,6 +81,14 @@ def test_profiling_leaves_the_model_as_it_was(seed: int) -> None:
     profile_model(model, batch, {}, [2], torch.device("cpu"), step)
     assert all(torch.equal(t, state[n]) for n, t in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), random) and all(p.grad is None for p in model.parameters())
+
+
+def test_a_unit_that_fills_a_cache_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module_graph, "may_open", lambda module: isinstance(module, entries.Chat))
+    model, batch = entries.chat()
+    profile = profile_model(model, (batch,), {}, [4], torch.device("cpu"))
+    assert [layer.name for layer in profile.layers] == ["first", "middle", "last"]
+    assert profile.times[0].weight[0][1] > 0, "a unit that is not measured has no such part"
 
 
 def test_a_batch_is_cut_or_repeated(seed: int) -> None:

@@ -20,8 +20,18 @@ def payload(seed: int, src: int, dst: int, n: int) -> torch.Tensor:
     return torch.randn(sizes[(seed + src + 3 * dst + n) % 4], 2, generator=draw)
 
 
-def mixed(channels: Channels, rank: int, seed: int, count: int) -> None:
+def mixed(kind: type[Channels], seed: int, count: int) -> None:
     """Four ranks, each with each, in orders of their own."""
+    world = World.open(Config.from_dict({"partitions": 4}))
+    channels, rank = open_channels(world, torch.device("cpu")), world.rank
+    assert isinstance(channels, kind)
+    try:
+        _mixed(channels, rank, seed, count)
+    finally:
+        world.close()
+
+
+def _mixed(channels: Channels, rank: int, seed: int, count: int) -> None:
     draw = random.Random(seed + rank)  # each rank mixes its own sends and receives differently
     for step in range(2):
         peers = [r for r in range(4) if r != rank]
@@ -43,18 +53,18 @@ def mixed(channels: Channels, rank: int, seed: int, count: int) -> None:
         channels.finish()
 
 
-def all_to_all(seed: int, count: int) -> None:
-    world = World.open(Config.from_dict({"partitions": 4}))
-    channels = open_channels(world, torch.device("cpu"))
-    assert isinstance(channels, GlooChannels)
-    try:
-        mixed(channels, world.rank, seed, count)
-    finally:
-        world.close()
-
-
 def test_every_pair_keeps_its_order(pool: Pool, seed: int) -> None:
-    pool.run(4, all_to_all, seed % 10_000, 9)
+    pool.run(4, mixed, GlooChannels, seed % 10_000, 9)
+
+
+def answers_late(channels: Channels, seed: int, count: int) -> None:
+    """Rank 1, while rank 0 is far ahead: a second late, it answers, and only then receives."""
+    time.sleep(1.0)
+    channels.send(0, torch.arange(6.0)[::2] / 2)  # not contiguous
+    for n in range(count):
+        expected = payload(seed, 0, 1, n)
+        assert torch.equal(channels.post_recv(0, torch.empty_like(expected)).wait(), expected), n
+    channels.finish()
 
 
 def far_ahead(seed: int, count: int) -> int:
@@ -75,12 +85,7 @@ def far_ahead(seed: int, count: int) -> int:
             channels.finish()
             assert not any(t.name.startswith("smpar-sends") for t in threading.enumerate())
         else:
-            time.sleep(1.0)
-            channels.send(0, torch.arange(6.0)[::2] / 2)  # not contiguous
-            for n in range(count):
-                expected = payload(seed, 0, 1, n)
-                assert torch.equal(channels.post_recv(0, torch.empty_like(expected)).wait(), expected), n
-            channels.finish()
+            answers_late(channels, seed, count)
     finally:
         world.close()
     return threads

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import random
 import signal
 import subprocess
@@ -12,12 +11,13 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import psutil
 import pytest
 
-from smpar.emulate import Emulation, Emulator, fastest, predicted
-from smpar.emulate.trials import SCHEDULES, executed_error, trial
+from smpar.emulate import Emulation, Emulator, Tied, fastest, predicted
+from smpar.emulate.trials import SCHEDULES, Tried, executed_error, in_order, trial
 from smpar.errors import EmulationError, EmulationFailed
 from smpar.planner.pipeline import Pipeline
 from smpar.schedule import make_schedule, times
@@ -29,17 +29,16 @@ def emulator() -> Iterator[Emulator]:
         yield emulator
 
 
-def two_ranks(microbatches: int = 2, **more: tuple[float, ...]) -> Emulation:
+def two_ranks(microbatches: int = 2, **more: Any) -> Emulation:
     """Forwards of 20 ms, backwards of 40 ms."""
-    pipeline = Pipeline((0, 1), (0.02, 0.02), (0.04, 0.04), (0.0, 0.0), (1, 1), **more)  # type: ignore[arg-type]
+    pipeline = Pipeline((0, 1), (0.02, 0.02), (0.04, 0.04), (0.0, 0.0), (1, 1), **more)
     return Emulation("1f1b", microbatches, (pipeline,))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("processes", [2, 4])
-def test_a_step_takes_what_the_simulator_says(emulator: Emulator, seed: int, schedule: str, processes: int) -> None:
+def test_a_step_takes_what_the_simulator_says(emulator: Emulator, seed: int, schedule: str) -> None:
     rng = random.Random(seed)
-    emulation = trial(rng, schedule, processes, rng.random() < 0.7, rng.random() < 0.7, microbatches=4)
+    emulation = trial(rng, schedule, rng.choice((2, 4)), rng.random() < 0.7, rng.random() < 0.7, microbatches=4)
     assert abs(executed_error(emulator, emulation, within=0.04)) <= 0.05
 
 
@@ -53,11 +52,11 @@ def test_eight_processes_in_two_unlike_replicas(emulator: Emulator, seed: int) -
 def test_of_five_plans_execution_prefers_the_predicted_ones(emulator: Emulator, seed: int) -> None:
     rng = random.Random(seed)
     plans = [trial(rng, rng.choice(SCHEDULES), 2, microbatches=rng.randint(3, 6)) for _ in range(5)]
-    expected = [predicted(plan).seconds for plan in plans]
-    found = [e * (1 + executed_error(emulator, p, within=0.005)) for e, p in zip(expected, plans, strict=True)]
-    for one, other in itertools.permutations(range(5), 2):
-        if expected[one] < 0.97 * expected[other]:  # nearer ones are one choice
-            assert found[one] < found[other]
+    results = []
+    for plan in plans:
+        expected = predicted(plan).seconds
+        results.append(Tried(expected, expected * (1 + executed_error(emulator, plan, within=0.005))))
+    assert in_order(results, apart=0.03)  # nearer ones are one choice
 
 
 def test_messages_queue_on_their_channel() -> None:
@@ -79,8 +78,10 @@ def test_messages_queue_on_their_channel() -> None:
     assert round(predicted(slow).seconds, 6) == 0.3
 
 
-def test_executed_messages_queue_on_their_channel_too(emulator: Emulator) -> None:
-    slow = two_ranks(wire_forward=(0.07,), latency_forward=(0.01,), wire_backward=(0.03,), latency_backward=(0.0,))
+@pytest.mark.parametrize("host", [0.0, 0.015])
+def test_executed_messages_queue_on_their_channel_and_keep_their_ranks_busy(emulator: Emulator, host: float) -> None:
+    wires = {"wire_forward": (0.07,), "latency_forward": (0.01,), "wire_backward": (0.03,), "latency_backward": (0.0,)}
+    slow = two_ranks(**wires, host=host)
     executed = {str(timed.action): timed.start for timed in fastest(emulator.run(slow, steps=4)).actions[0]}
     for timed in predicted(slow).actions[0]:
         assert executed[str(timed.action)] == pytest.approx(timed.start, abs=0.01)
@@ -101,6 +102,25 @@ def test_a_reduction_waits_for_the_slowest_replica_and_overlaps_the_rest(emulato
     executed = fastest(emulator.run(both, steps=4))
     for ends in executed.ends:
         assert ends == pytest.approx(step.ends[0], abs=0.015)
+
+
+def test_a_tied_parameter_is_complete_when_its_last_stage_has_its_part(emulator: Emulator) -> None:
+    """Stage 1 waits for stage 0, and both for their sum.
+
+    rank 0   |0F0 |             |0B0     |tied  |reduce 0    |
+    rank 1        |1F0 |1B0     |    ... |tied  |reduce 1|
+    """
+    tied = replace(two_ranks(microbatches=1), reduction=(0.05, 0.02), tied=(Tied((0, 1), 0.03),))
+    assert predicted(tied).ends[0] == pytest.approx((0.12 + 0.03 + 0.05, 0.12 + 0.03 + 0.02))
+    executed = fastest(emulator.run(tied, steps=4))
+    assert executed.ends[0] == pytest.approx(predicted(tied).ends[0], abs=0.015)
+
+
+def test_times_scale(seed: int) -> None:
+    rng = random.Random(seed)
+    plan = trial(rng, rng.choice(SCHEDULES), rng.randint(2, 4), replicas=2)
+    factor = 2.0 ** rng.randint(-6, 6)
+    assert predicted(plan.scaled(factor)) == predicted(plan).scaled(factor)  # without rounding, hence in equal orders
 
 
 def test_without_links_predictions_are_those_of_the_schedule_room(seed: int) -> None:
@@ -145,7 +165,7 @@ def test_a_rank_that_stands_still_delays_all(emulator: Emulator) -> None:
 
     thread = threading.Thread(target=hinder)
     thread.start()
-    steps = emulator.run(emulation, steps=5)
+    steps = emulator.run(emulation, steps=3)
     done.set()
     thread.join()
     assert max(step.seconds for step in steps) >= predicted(emulation).seconds + stopped / 2
@@ -158,23 +178,27 @@ def gone(processes: list[psutil.Process], seconds: float) -> bool:
     return not psutil.wait_procs(processes, timeout=seconds)[1]
 
 
-def test_a_killed_rank_ends_all_in_seconds_and_the_next_emulation_runs(emulator: Emulator) -> None:
+@pytest.mark.parametrize(
+    ("how", "end"),
+    [(signal.SIGKILL, r"rank 1\n.*exit code -9"), (signal.SIGINT, r"rank 1\n(.*\n)*.*KeyboardInterrupt")],
+)
+def test_a_failed_rank_ends_all_in_seconds_and_the_next_emulation_runs(emulator: Emulator, how: int, end: str) -> None:
     ranks: list[psutil.Process] = []
-    killed_at = 0.0
+    failed_at = 0.0
 
-    def kill() -> None:
-        nonlocal killed_at
+    def fail() -> None:
+        nonlocal failed_at
         ranks.extend(ranks_of(emulator, 2))
         time.sleep(1.0)
-        killed_at = time.monotonic()
-        ranks[1].kill()
+        failed_at = time.monotonic()
+        ranks[1].send_signal(how)
 
-    thread = threading.Thread(target=kill)
+    thread = threading.Thread(target=fail)
     thread.start()
-    with pytest.raises(EmulationFailed, match=r"rank 1\n.*exit code -9"):
+    with pytest.raises(EmulationFailed, match=end):
         emulator.run(two_ranks(microbatches=50), steps=20)
     thread.join()
-    assert time.monotonic() - killed_at < 10
+    assert time.monotonic() - failed_at < 10
     assert gone(ranks, 1.0)
     assert executed_error(emulator, two_ranks(), within=0.04) <= 0.1
 
@@ -226,6 +250,9 @@ def test_numbers_that_contradict_each_other_are_refused(emulator: Emulator) -> N
         lambda: replace(plan, pipelines=(pipeline, pipeline)),
         lambda: replace(plan, optimizer=(0.1,)),
         lambda: replace(plan, optimizer=(0.1, float("nan"))),
+        lambda: replace(plan, reduction=(0.1, 0.1), tied=(Tied((0, 2), 0.1),)),
+        lambda: replace(plan, tied=(Tied((0, 1), 0.1),)),
+        lambda: plan.scaled(0.0),
         lambda: replace(plan, pipelines=(replace(pipeline, ranks=(0, 2)),)),
         lambda: emulator.run(plan, steps=0),
     ):

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 import smpar as smp
 from smpar.comm import stall
+from smpar.config import Config
 
 WIDTH = 8
 BATCH = 8
@@ -96,12 +97,31 @@ class Block(nn.Module):
         return _Tripwire.apply(torch.tanh(self.linear(x)))  # type: ignore[no-any-return, no-untyped-call]
 
 
+class Hooked(nn.Module):
+    """Its backward can be split, as no custom function is in the way: I calls the first hook, W the second.
+
+    h = linear(x)       I   gradient of h ─▶ inputs
+                        W   gradient of the weight ─▶ weights
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.linear.weight.register_post_accumulate_grad_hook(lambda weight: _trip("weights"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        if type(x) is Tensor:
+            h.register_hook(lambda gradient: _trip("inputs"))
+        return torch.tanh(h)
+
+
 class Net(nn.Module):
     """Blocks in a row; ``tied``: the first and the last share their weight."""
 
-    def __init__(self, blocks: int, tied: bool = False) -> None:
+    def __init__(self, blocks: int, tied: bool = False, block: type[nn.Module] = Block) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.blocks = nn.ModuleList(block() for _ in range(blocks))
         if tied:
             self.blocks[-1].linear.weight = self.blocks[0].linear.weight  # type: ignore[union-attr]
 
@@ -113,10 +133,15 @@ class Net(nn.Module):
 
 def start(config: dict[str, Any] | None = None) -> int:
     """Init over all ranks as one pipeline; returns the number of stages."""
-    stages = int(os.environ["WORLD_SIZE"])
-    smp.init({"pipeline_parallel_degree": stages, "microbatches": 4, "ddp": True, **(config or {})})
+    whole = {
+        "pipeline_parallel_degree": int(os.environ["WORLD_SIZE"]),
+        "microbatches": 4,
+        "ddp": True,
+        **(config or {}),
+    }
+    smp.init(whole)
     torch.manual_seed(1)
-    return stages
+    return Config.from_dict(whole).stages
 
 
 def by_hand(net: Any, stages: int) -> Any:
@@ -181,9 +206,10 @@ ACTS: dict[str, Callable[[], None]] = {
 
 
 def fail_in_step(rank: int, where: str, step: int, act: str, config: dict[str, Any], tied: bool = False) -> Seen:
-    """Rank ``rank`` fails in its own unit, in the forward or backward of its second microbatch in step ``step``."""
+    """Rank ``rank`` fails in its own unit in step ``step``, at the second forward or (part of a) backward there."""
     stages = start(config)
-    model = smp.DistributedModel(by_hand(Net(2 * stages, tied), stages))
+    block = Hooked if where in ("inputs", "weights") else Block
+    model = smp.DistributedModel(by_hand(Net(2 * stages, tied, block), stages))
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1))
     for number in range(step):
         train(model, *batch(number))

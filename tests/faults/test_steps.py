@@ -40,6 +40,7 @@ def is_clear(seen: Seen) -> None:
 # -- one rank fails ------------------------------------------------------------------------------------------------
 
 SCHEDULES: list[dict[str, Any]] = [{"pipeline": "simple"}, {"pipeline": "1f1b"}, {"pipeline": "interleaved"}, DYNAMIC]
+LOOP, SPLIT, VEE = ({"pipeline": name} for name in ("interleaved_1f1b", "zb", "zbv"))
 
 
 def _faults() -> list[tuple[int, str, int, str, dict[str, Any]]]:
@@ -49,7 +50,18 @@ def _faults() -> list[tuple[int, str, int, str, dict[str, Any]]]:
     killing += [(4, "forward", 2, "kill", DYNAMIC), (2, "backward", 0, "kill", SCHEDULES[0])]
     stopping = [(2, "forward", 1, "interrupt", SCHEDULES[2]), (4, "backward", 1, "control-c", DYNAMIC)]
     stopping += [(4, "forward", 1, "control-c", SCHEDULES[1])]
-    return raising + killing + stopping
+    return raising + killing + stopping + _virtual_and_split()
+
+
+def _virtual_and_split() -> list[tuple[int, str, int, str, dict[str, Any]]]:
+    """The same under several stages per rank, and in each part of a backward that is split."""
+    raising = [
+        (ranks, where, step, "raise", schedule)
+        for schedules, places in (((LOOP, SPLIT, VEE), ("forward", "backward")), ((SPLIT, VEE), ("inputs", "weights")))
+        for schedule, where, (ranks, step) in itertools.product(schedules, places, ((2, 0), (4, 2)))
+    ]
+    killing = [(4, "forward", 2, "kill", LOOP), (4, "weights", 2, "kill", SPLIT), (2, "inputs", 0, "kill", VEE)]
+    return [*raising, *killing, (2, "weights", 1, "control-c", VEE)]
 
 
 def _name(fault: tuple[int, str, int, str, dict[str, Any]]) -> str:
@@ -62,9 +74,12 @@ def test_a_rank_that_fails_in_its_unit_stops_all(
     fault: tuple[int, str, int, str, dict[str, Any]], pool: Pool, seed: int
 ) -> None:
     ranks, where, step, act, schedule = fault
-    failing = random.Random(seed).randrange(ranks)
+    part = {"inputs": "in of_inputs\n", "weights": "in of_weights\n"}.get(where, "")
+    failing = random.Random(seed).randrange(1 if part else 0, ranks)  # nobody awaits the gradients of zb's first stage
     outcomes = pool.run_fresh(ranks, scenarios.fail_in_step, failing, where, step, act, schedule)
-    check_failed(ends(outcomes, failing if act == "kill" else None), failing, act)
+    check_failed(found := ends(outcomes, failing if act == "kill" else None), failing, act)
+    if part and act == "raise":
+        assert all(part in seen.trace for rank, seen in enumerate(found) if rank != failing), found
 
 
 def check_failed(found: list[Seen], failing: int, act: str) -> None:

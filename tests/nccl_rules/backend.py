@@ -18,6 +18,7 @@ its stream had to do before it was asked for, both give the same order of who wa
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -251,7 +252,7 @@ class Communicator(dist.ProcessGroup):
 
     def fail(self, error: Exception) -> None:
         """Nothing goes through any more; all that is queued ends with the error."""
-        self._failed = self._failed or error
+        self._failed = self._failed or self._watch.deadlock or error
         for operation in list(self._pending):
             operation.finish(self._failed)
 
@@ -285,6 +286,7 @@ class Watch:
         self._communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._over = threading.Event()
+        self.deadlock: RuleBroken | None = None  # once one is known, it is the reason for whatever breaks then
         threading.Thread(target=self._run, name="nccl-rules-watch", daemon=True).start()
 
     @property
@@ -322,17 +324,27 @@ class Watch:
 
     def _tell(self) -> None:
         states = [state for c in self._all() if (state := c.state())]
+        end = time.monotonic() + 5.0
         self._client.set(f"queues {self._rank}", "\n".join(f"    {state}" for state in sorted(states)))
         lines = [f"deadlock: an operation had no match for {patience():g} s. Queues, head first:"]
-        end = time.monotonic() + 5.0
         for rank in range(self._size):
             key = f"queues {rank}"
-            while not (there := self._client.check([key])) and time.monotonic() < end:
-                time.sleep(0.02)
-            text = self._client.get(key).decode() if there else "    no answer"
+            text = self._client.get(key).decode() if self._comes(key, end) else "    no answer"
             lines.append(f"  rank {rank}:\n{text or '    nothing queued'}")
+        self.deadlock = RuleBroken("\n".join(lines))
+        # who fails, leaves, and its connections close: not before all know why
+        self._client.set(f"told {self._rank}", "1")
+        with contextlib.suppress(RuntimeError):  # rank 0 has left, and its store with it
+            for rank in range(self._size):
+                self._comes(f"told {rank}", end)
         for communicator in self._all():
-            communicator.fail(RuleBroken("\n".join(lines)))
+            communicator.fail(self.deadlock)
+
+    def _comes(self, key: str, end: float) -> bool:
+        """Whether a rank has set the key before ``end``."""
+        while not (there := self._client.check([key])) and time.monotonic() < end:
+            time.sleep(0.02)
+        return bool(there)
 
 
 _watch: Watch | None = None

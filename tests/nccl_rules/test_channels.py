@@ -12,7 +12,7 @@ from smpar.comm.channels import NcclChannels, open_channels
 from smpar.comm.world import World
 from smpar.config import Config
 from smpar.errors import CommError
-from tests.comm.test_channels import mixed, payload
+from tests.comm.test_channels import answers_late, mixed, payload
 from tests.harness import Pool, RanksFailed
 from tests.nccl_rules.install import under_rules
 
@@ -24,16 +24,8 @@ def opened(degree: int) -> tuple[World, NcclChannels]:
     return world, channels
 
 
-def all_to_all(seed: int, count: int) -> None:
-    world, channels = opened(4)
-    try:
-        mixed(channels, world.rank, seed, count)
-    finally:
-        world.close()
-
-
 def test_every_pair_keeps_its_order(pool: Pool, seed: int) -> None:
-    pool.run(4, under_rules, all_to_all, seed % 10_000, 9)
+    pool.run(4, under_rules, mixed, NcclChannels, seed % 10_000, 9)
 
 
 def far_ahead(seed: int, count: int) -> None:
@@ -54,12 +46,7 @@ def far_ahead(seed: int, count: int) -> None:
             channels.finish()
             assert all(ref() is None for ref in alive), "memory kept after it was sent"
         else:
-            time.sleep(1.0)
-            channels.send(0, torch.arange(6.0)[::2] / 2)  # not contiguous
-            for n in range(count):
-                expected = payload(seed, 0, 1, n)
-                assert torch.equal(channels.post_recv(0, torch.empty_like(expected)).wait(), expected), n
-            channels.finish()
+            answers_late(channels, seed, count)
     finally:
         world.close()
 

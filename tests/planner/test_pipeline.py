@@ -215,7 +215,7 @@ def test_idle_times_of_split_backwards(p: int, m: int, seed: int) -> None:
     for each in ((1.0, 1.0, 1.0), (forward, inputs, weights)):
         idle = simulate_named(even("zb", p, 1, each), "zb", m).seconds - m * sum(each)
         assert (p - 1) * each[0] - 1e-9 <= idle <= (p - 1) * (each[0] + each[1] - each[2]) + 1e-6
-    if m >= 2 * p and p <= 5:  # Beyond, its greedy rules idle up to a few F more.
+    if m >= 2 * p - 1:
         assert simulate_named(even("zbv", p), "zbv", m).seconds == pytest.approx(6 * m + p - 1)
 
 
@@ -307,6 +307,12 @@ def test_schedules_that_cannot_run(text: str, says: str) -> None:
     with pytest.raises(ScheduleError) as error:
         simulate(GOOD.program, Schedule.parse(f"schedule s\n{text}"))
     assert says in str(error.value)
+
+
+@pytest.mark.parametrize("action", [Action(Kind.F, -1, 0), Action(Kind.F, 0, -1)])
+def test_actions_that_do_not_exist(action: Action) -> None:
+    with pytest.raises(ScheduleError, match="each action is a forward or backward that the program has"):
+        simulate(GOOD.program, Schedule("s", ((action,), (action,))))
 
 
 def test_messages_without_a_time() -> None:

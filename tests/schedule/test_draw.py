@@ -120,3 +120,15 @@ def test_table_reads_back_or_says_why() -> None:
     for text in ("", "rank 0 | 0F0", "schedule s\nrank 1 | 0F0", "schedule s\nrank 0 0F0", "schedule s\nrank 0 | 0Q0"):
         with pytest.raises(ScheduleError):
             Schedule.parse(text)
+
+
+def test_measured_times_are_drawn_as_they_were(seed: int) -> None:
+    rng = random.Random(seed)
+    program, late = chain(2), rng.uniform(1, 5)
+    schedule = make_schedule("1f1b", program, 3)
+    measured = [timed._replace(start=timed.start + late, end=timed.end + late) for timed in times(schedule, program)]
+    whole = measured[-1].end
+    row = draw_text(schedule, program, width=1000, timeline=measured).splitlines()[1]
+    assert row.index("0", len("rank 0 |")) - len("rank 0 |") == pytest.approx(1000 * late / whole, abs=1)
+    boxes = ET.fromstring(draw_svg(schedule, program, timeline=measured)).iter(f"{SVG}title")
+    assert f"0F0: {late:.4g} to {late + 1:.4g}" in {box.text for box in boxes}
