@@ -21,9 +21,9 @@ import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from types import ModuleType
 
-from smpar.errors import NativeMissing, PlanError, ScheduleError
+from smpar.errors import PlanError, ScheduleError
+from smpar.planner.native import core
 from smpar.schedule import (
     Action,
     Flow,
@@ -216,7 +216,7 @@ def simulate_named(pipeline: Pipeline, name: str, microbatches: int, timetable: 
         NativeMissing: smpar was not installed, only found.
     """
     order = _order(pipeline, name, microbatches)
-    found, ranks = _native().simulate_named(pipeline._fields(), order, microbatches, timetable)
+    found, ranks = core().simulate_named(pipeline._fields(), order, microbatches, timetable)
     return _timeline(found, ranks if timetable else None)
 
 
@@ -226,7 +226,7 @@ def named_order(pipeline: Pipeline, name: str, microbatches: int) -> Schedule:
     Args, raises: as for `simulate_named`.
     """
     order = _order(pipeline, name, microbatches)
-    ranks = _native().named_order(pipeline._fields(), order, microbatches)
+    ranks = core().named_order(pipeline._fields(), order, microbatches)
     return Schedule(
         order, tuple(tuple(Action(_KINDS[task % 4], task // 4, mb) for task, mb in actions) for actions in ranks)
     )
@@ -280,7 +280,7 @@ def simulate(
         host,
     )
     order = [[(4 * a.segment + _NUMBERS[a.kind], a.microbatch) for a in actions] for actions in schedule.ranks]
-    found = _native().simulate(graph, order, microbatches)
+    found = core().simulate(graph, order, microbatches)
     if not found[0]:
         raise _cannot_run(schedule, program, microbatches)
     return _timeline(found, order)
@@ -388,14 +388,6 @@ def _require_numbers(name: str, numbers: Sequence[float], count: int, each: str)
         bad = [f"{each} {place}: {n}" for place, n in enumerate(numbers) if not 0 <= n < float("inf")]
         found = bad[0] if bad else f"their sum {sum(numbers)}"
         raise PlanError(f"{name} is finite and not negative", found, "give seconds or bytes, 0 or more")
-
-
-def _native() -> ModuleType:
-    try:
-        from smpar import _native
-    except ImportError as error:
-        raise NativeMissing("the planner needs smpar's compiled core", str(error), "run: pip install -e .") from error
-    return _native
 
 
 __all__ = ["Pipeline", "Timeline", "Timetable", "named_order", "simulate", "simulate_named"]
