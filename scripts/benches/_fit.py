@@ -71,6 +71,7 @@ class Constants:
 
 UNFITTED = Constants(replace(DEEPSPEED, nic=0.97, nic_most=5e9, intra=0.8, message_seconds=1e-3))
 """What one would guess without any trial: TCP's headers, 40 Gbit/s by TCP, PCIe's usual loss, a millisecond."""
+_FEW = 4
 SLOW = ("lasting", "nic_most", "intra", "message_seconds")
 """What trials on T4s, with fast cards and without NVLink, can tell."""
 FAST = ("nic", "message_seconds")
@@ -94,14 +95,10 @@ def score(trials: Sequence[Trial], seconds: Sequence[float], fits: Sequence[bool
     )
 
 
-def scored(experiment: Experiment, constants: Constants, which: Which | None = None) -> Score:
+def scored(experiment: Experiment, constants: Constants) -> Score:
     """The cost model's."""
-    pairs = [
-        (trial, found)
-        for trial, found in zip(experiment.trials, constants.predict(experiment), strict=True)
-        if which is None or which(trial)
-    ]
-    return score([t for t, _ in pairs], [p.seconds for _, p in pairs], [p.fits for _, p in pairs])
+    found = constants.predict(experiment)
+    return score(experiment.trials, [p.seconds for p in found], [p.fits for p in found])
 
 
 def amp_scored(experiment: Experiment) -> tuple[Score, int]:
@@ -157,8 +154,11 @@ def _lines(all_: Sequence[Experiment], constants: Constants, seen: dict[str, Whi
         elif which is None:
             yield f"  {experiment.name:12} (left out)  {scored(experiment, constants)}"
         else:
-            rest = scored(experiment, constants, lambda t, w=which: not w(t))  # type: ignore[misc]
-            yield f"  {experiment.name:12} (left out)  {rest}"
+            left = [t for t in experiment.trials if not which(t)]
+            if sum(t.measured is not None for t in left) < _FEW:
+                yield f"  {experiment.name:12} (left out)  fewer than {_FEW} ran"
+            else:
+                yield f"  {experiment.name:12} (left out)  {scored(replace(experiment, trials=tuple(left)), constants)}"
 
 
 def fit(parts: Sequence[tuple[Experiment, Which]], start: Constants, names: Sequence[str]) -> Constants:

@@ -155,7 +155,7 @@ def _under(each: Sequence[Floats], leaving: Sequence[Floats], cap: float) -> tup
 def amp_candidates(
     model: CostModel, costs: AmpCosts, global_batch: int, constraints: Constraints
 ) -> Iterator[tuple[float, Strategy]]:
-    """AMP's space: all degrees on all devices, stage by stage along them in their order or type by type.
+    """AMP's space: all degrees that use the most devices that any can use, and all ways along these.
 
     Yields:
         Seconds by its closed form, and the strategy with its best cuts, in no order.
@@ -163,8 +163,10 @@ def amp_candidates(
     cluster = model.cluster
     known = {node.device for node in cluster.nodes}
     tensor = {tp for name, tp in costs.forward if name in known}
-    for case in degrees(cluster, len(costs.places) + 1, tuple(tensor), global_batch, constraints):
-        if case.devices != cluster.size or not all((name, case.tp) in costs.forward for name in known):
+    cases = list(degrees(cluster, len(costs.places) + 1, tuple(tensor), global_batch, constraints))
+    most = max((case.devices for case in cases), default=0)
+    for case in cases:
+        if case.devices < most or not all((name, case.tp) in costs.forward for name in known):
             continue
         speed = {name: 1 / max(sum(costs.forward[name, case.tp]), 1e-300) for name in known}
         orders = [tuple(range(cluster.size)), *placements(cluster, case.tp, case.pp, case.dp, speed)]

@@ -79,14 +79,14 @@ def megatron(model: CostModel, global_batch: int, constraints: Constraints = ALL
     On equal nodes takeaway 1 says: tensor parallelism inside a node, pipelines across; takeaway 2: model parallelism
     until it fits, data parallelism for the rest; takeaway 3: a microbatch size by trying.
     """
-    cases = _degrees(model, global_batch, constraints)
+    cases = _whole(model, global_batch, constraints)
     widest = max((case.tp for case in cases), default=1)
     return _ruled("megatron", model, [case for case in cases if case.tp == widest], constraints)
 
 
 def megatron_least(model: CostModel, global_batch: int, constraints: Constraints = ALL) -> Strategy:
     """The same with takeaway 2 before takeaway 1: a narrower group if the model fits there, and pipelines only then."""
-    cases = _degrees(model, global_batch, constraints)
+    cases = _whole(model, global_batch, constraints)
     widest = max((case.tp for case in cases), default=1)
     return _ruled("megatron_least", model, [case for case in cases if case.pp == 1 or case.tp == widest], constraints)
 
@@ -112,12 +112,18 @@ def _degrees(model: CostModel, global_batch: int, constraints: Constraints) -> l
     return list(degrees(cluster, profile.size, tuple(tensor), global_batch, constraints))
 
 
+def _whole(model: CostModel, global_batch: int, constraints: Constraints) -> list[Degrees]:
+    """Of all degrees, those that use the most devices."""
+    cases = _degrees(model, global_batch, constraints)
+    most = max((case.devices for case in cases), default=0)
+    return [case for case in cases if case.devices == most]
+
+
 def _ruled(name: str, model: CostModel, cases: list[Degrees], constraints: Constraints) -> Strategy:
-    """The smallest model-parallel size on all devices that fits, at its best microbatch size."""
-    whole = [case for case in cases if case.devices == model.cluster.size]
+    """The smallest model-parallel size that fits, at its best microbatch size."""
     for recompute in (False, True):
-        for size in sorted({case.tp * case.pp for case in whole}):
-            here = [case for case in whole if case.tp * case.pp == size]
+        for size in sorted({case.tp * case.pp for case in cases}):
+            here = [case for case in cases if case.tp * case.pp == size]
             found = _fastest(model, _even(model, here, constraints, interleaved=True), constraints, recompute)
             if found is not None:
                 return found
