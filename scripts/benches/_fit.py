@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -14,6 +15,8 @@ from smpar.planner.cost import CostModel, Prediction
 from smpar.planner.hardware import DEEPSPEED, Kernels, Runtime
 
 Which = Callable[[Trial], bool]
+_FEW = 4
+"""Trials that ran, for a rank correlation to mean something."""
 CLOSE = 1e-4
 """AMP's predictions are printed with four decimals."""
 
@@ -59,9 +62,10 @@ class Constants:
 
     def put(self, name: str, value: float) -> Constants:
         """With that one changed."""
+        changed: dict[str, Any] = {name: value}
         if hasattr(self.kernels, name):
-            return replace(self, kernels=replace(self.kernels, **{name: value}))
-        return replace(self, runtime=replace(self.runtime, **{name: value}))
+            return replace(self, kernels=replace(self.kernels, **changed))
+        return replace(self, runtime=replace(self.runtime, **changed))
 
     def predict(self, experiment: Experiment) -> list[Prediction]:
         """All of its trials."""
@@ -71,7 +75,6 @@ class Constants:
 
 UNFITTED = Constants(replace(DEEPSPEED, nic=0.97, nic_most=5e9, intra=0.8, message_seconds=1e-3))
 """What one would guess without any trial: TCP's headers, 40 Gbit/s by TCP, PCIe's usual loss, a millisecond."""
-_FEW = 4
 SLOW = ("lasting", "nic_most", "intra", "message_seconds")
 """What trials on T4s, with fast cards and without NVLink, can tell."""
 FAST = ("nic", "message_seconds")

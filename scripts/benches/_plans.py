@@ -25,12 +25,14 @@ class Compared:
     """On one cluster.
 
     Attributes:
+        model: by which `seconds` are.
         strategies: by who chose it, "smpar" first.
         seconds: of a step, simulated.
         searched: CPU seconds of smpar's search.
     """
 
     name: str
+    model: CostModel
     strategies: Mapping[str, Strategy]
     seconds: Mapping[str, float]
     searched: float
@@ -94,7 +96,7 @@ def compare(
         strategies["amp, published"] = published
     seconds = {who: model.predict(strategy).seconds for who, strategy in strategies.items()}
     return Compared(
-        name, strategies, seconds, searched, len({n.device for n in model.cluster.nodes}) > 1 or _cards(model)
+        name, model, strategies, seconds, searched, len({n.device for n in model.cluster.nodes}) > 1 or _cards(model)
     )
 
 
