@@ -46,6 +46,11 @@ class Balancer:
             TooFewUnits: more stages than layers.
         """
         net = self.model.network(strategy.tp, strategy.pp, strategy.dp, strategy.devices)
+        if strategy.stages == 1:
+            name = self.model.slowest(net.types[0], strategy.tp)
+            again = strategy.recomputes(0)
+            whole = sum(self.model.layer_seconds(name, strategy.tp, strategy.microbatch, again))
+            return Balanced((0,), (whole,), (whole,))
         places = self._places(strategy, net)
         layers = self._chain(strategy)
         key = id(layers), tuple(places), strategy.microbatches, strategy.ranks

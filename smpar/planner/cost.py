@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from smpar.planner.cluster import Cluster
 from smpar.planner.hardware import SMPAR, Runtime
-from smpar.planner.network import FREE, Network, Replica, network, ring_seconds
+from smpar.planner.network import FREE, Network, Replica, Wiring
 from smpar.planner.parts import Memory, Parts
 from smpar.planner.pipeline import Pipeline, Timeline, simulate_named
 from smpar.planner.profile import Profile, Seconds
@@ -98,6 +98,7 @@ class CostModel:
     def __init__(self, profile: Profile, cluster: Cluster, runtime: Runtime = SMPAR) -> None:
         self.profile, self.cluster, self.runtime = profile, cluster, runtime
         self.flow = Flow(profile)
+        self._wiring = Wiring(cluster, runtime)
         self._rows: dict[tuple[str, int, int], Rows] = {}
         self._networks: dict[tuple[int, int, int, tuple[int, ...]], Network] = {}
         self._ties: dict[tuple[int, int, int, tuple[int, ...], tuple[int, ...]], float] = {}
@@ -117,7 +118,7 @@ class CostModel:
         if found is None:
             names = {self.cluster.type_of(device).name for device in devices}
             whole = {name: self._whole(name, tp) for name in names}
-            found = self._networks[key] = network(self.cluster, self.runtime, tp, pp, dp, devices, whole)
+            found = self._networks[key] = self._wiring.network(tp, pp, dp, devices, whole)
         return found
 
     def tie(self, strategy: Strategy, ranks: tuple[int, ...]) -> float:
@@ -126,8 +127,8 @@ class CostModel:
         found = self._ties.get(key)
         if found is None:
             width = strategy.tp * strategy.dp
-            groups = [[[rank * width + i for rank in ranks] for i in range(width)]]
-            (found,) = ring_seconds(self.cluster, self.runtime, groups, strategy.devices)
+            groups = [[strategy.devices[rank * width + i] for rank in ranks] for i in range(width)]
+            (found,) = self._wiring.ring_seconds([groups])
             self._ties[key] = found
         return found
 
@@ -179,7 +180,7 @@ class CostModel:
         shards = strategy.dp if strategy.shard_optimizer else 1
         held = self.flow.parameters_of(0, self.profile.size, strategy.tp) / strategy.pp
         ends = [
-            m * seconds + held * (runtime.reduced * per_byte + runtime.step / shards / bandwidth)
+            m * seconds + held * (runtime.reduced * per_byte + runtime.step / shards / (bandwidth * runtime.memory))
             for seconds, per_byte, bandwidth in zip(ranks, net.reduction, net.bandwidths, strict=True)
         ]
         return max(most, sum(ends) / len(ends)) + runtime.fixed
@@ -230,6 +231,7 @@ class Flow:
         self._known: dict[tuple[int, int], tuple[float, float]] = {}
         self.parameters = _sums([x.parameters for x in layers])
         self.whole_parameters = _sums([x.whole_parameters for x in layers])
+        self._tied = [(sorted(set(t.layers)), t.parameters) for t in profile.tied]
         self.saved = _sums([x.saved for x in layers])
         self.whole_saved = _sums([x.whole_saved for x in layers])
         self._transient = [x.transient for x in layers]
@@ -250,8 +252,9 @@ class Flow:
         return max(self._transient[first:end]) if self._any_transient else 0.0
 
     def parameters_of(self, first: int, end: int, tp: int) -> float:
-        """Parameters on a device that holds these layers."""
-        return _divided(self.parameters, self.whole_parameters, first, end, tp)
+        """Parameters on a device that holds these layers; what several of them share is there once."""
+        again = sum(n * max(0, sum(first <= i < end for i in layers) - 1) for layers, n in self._tied)
+        return _divided(self.parameters, self.whole_parameters, first, end, tp) - again / tp
 
     def saved_of(self, first: int, end: int, tp: int) -> float:
         """Bytes per sample kept there until the backward."""
@@ -390,7 +393,9 @@ class _Case:
     def _step(self, rank: int) -> float:
         """Seconds of the optimizer on a device of that rank."""
         parts = self.strategy.dp if self.strategy.shard_optimizer else 1
-        seconds = self.held[rank] * self.model.runtime.step / parts / self.net.bandwidths[rank]
+        seconds = (
+            self.held[rank] * self.model.runtime.step / parts / (self.net.bandwidths[rank] * self.model.runtime.memory)
+        )
         return seconds + self._gathering(rank)
 
     def _gathering(self, rank: int) -> float:

@@ -26,7 +26,9 @@ class Runtime:
         message_seconds: from one rank's asking to the message's first byte, beyond the link's own latency.
         fixed: seconds of each step that nothing else explains (its Python, checks among all ranks).
         nic: the part of a network card's stated rate that is reached between nodes.
-        intra: the same of links inside a node.
+        nic_most: bytes per second that one card moves at most, however fast it is said to be.
+        intra: the part of a stated rate that links inside a node reach.
+        memory: the part of a device's stated memory bandwidth that its optimizer's step reaches.
         reserve: bytes of a device that no model can use (context, communication buffers, fragmentation).
         schedules: that it knows and that are worth a try.
         tensor, recomputes, shards: whether it can do tensor parallelism, run a stage's forward again in its backward,
@@ -46,6 +48,8 @@ class Runtime:
     nic: float
     intra: float
     reserve: float
+    nic_most: float = float("inf")
+    memory: float = 0.85
     schedules: tuple[str, ...] = ("1f1b", "interleaved_1f1b", "zb", "zbv")
     tensor: bool = True
     recomputes: bool = True
@@ -61,9 +65,14 @@ SMPAR = Runtime(
     weight=4, gradient=4, optimizer=8, message=4, reduced=4, tied=4, blocking=False, step=28, message_seconds=1e-4,
     fixed=1e-3, nic=0.9, intra=0.8, reserve=0.0,
 )  # fmt: skip
+# Counted: half-precision weight 2 and gradient 2; fp32 copy and Adam's two moments 12, flat buffers of the reduction in
+# half and full precision 6; step: flatten and cast, norm, unscale, Adam (reads 16, writes 12), copy back.
+# Fitted to AMP's trials: 0.75 inside a node (PCIe through the host's memory), 34 Gbit/s of a 50 Gbit/s card by NCCL
+# over TCP (copies by the CPU), 2 ms of each message (instruction, meta data, start of NCCL). 0.97 is what TCP/IP
+# headers leave. The reserve is CUDA's context, NCCL's and cuBLAS's buffers, and fragments.
 DEEPSPEED = Runtime(
-    weight=2, gradient=2, optimizer=14, message=2, reduced=4, tied=2, blocking=True, step=60, message_seconds=1e-3,
-    fixed=0.02, nic=0.95, intra=0.8, reserve=0.0, schedules=("1f1b",), shards=False,
+    weight=2, gradient=2, optimizer=18, message=2, reduced=4, tied=2, blocking=False, step=60, message_seconds=2e-3,
+    fixed=0.0, nic=0.97, nic_most=4.2e9, intra=0.75, reserve=GIB, schedules=("1f1b",), shards=False,
 )  # fmt: skip
 
 
@@ -85,3 +94,34 @@ DATA_SHEET = Reached(0.48, 0.74, 4e-6)
 """Of rates in a data sheet: an A100's 312 TFLOP/s and 2.04 TB/s give 150 TFLOP/s and 1.5 TB/s in practice."""
 PROBED = Reached(0.85, 0.9, 4e-6)
 """Of rates that `smpar probe` has measured with large products and copies."""
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """How a model's forward time for one sample divides, and what follows for microbatches and for the backward.
+
+    A profile of one microbatch size cannot tell what of it grows with the size. A roofline can: arithmetic and memory
+    traffic take the device so long; the rest is the host's (Python, launches), whatever the size. With profiles of two
+    sizes (`smpar profile`) nothing of this is needed.
+
+    Attributes:
+        flops: the part of a data sheet's half-precision peak that products of matrices about 1000 wide reach.
+        memory: the part of the stated memory bandwidth that kernels reach which only copy.
+        lasting: time under a lasting load / time in a short profile, of cards that their power limit slows down. The T4
+            (70 W) shows it inside AMP's profile: equal layers take 4.90 ms at first, 5.83 ms at the end.
+        back_flops: arithmetic of a backward / of its forward: two products for one.
+        back_bytes: memory traffic: elementwise backwards read two and write one, forwards read one and write one.
+        back_host: host's time: twice the kernels, launched from C++ and not from Python.
+        logit_traffic: bytes of memory traffic per logit in a cross-entropy of full precision, forward and backward:
+            cast, maximum, subtract, exponential, sum, divide, backward, cast; about ten passes of 4.
+        logit_bytes: bytes kept per logit: half precision 2, full 4, softmax 4, gradient 4.
+    """
+
+    flops: float = 0.5
+    memory: float = 0.85
+    lasting: float = 1.19
+    back_flops: float = 2.0
+    back_bytes: float = 1.5
+    back_host: float = 1.5
+    logit_traffic: float = 40.0
+    logit_bytes: float = 14.0

@@ -8,12 +8,16 @@ card shares it::
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
-from smpar.planner.cluster import Cluster
+from smpar.planner.cluster import Cluster, DeviceType
 from smpar.planner.hardware import Runtime
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -58,58 +62,124 @@ class Network:
     bandwidths: tuple[float, ...]
 
 
-def network(
-    cluster: Cluster,
-    runtime: Runtime,
-    tp: int,
-    pp: int,
-    dp: int,
-    devices: Sequence[int],
-    seconds: Mapping[str, float],
-) -> Network:
-    """What `smpar.planner.strategy.Strategy.devices` means for the messages of its degrees.
+class Wiring:
+    """The links of a cluster as one runtime uses them.
 
     Args:
-        seconds: device type -> what the whole model takes on it; of a tensor-parallel group, the slowest type counts.
+        cluster: the devices.
+        runtime: what part of the links' stated rates it reaches.
     """
-    node = [cluster.node_of(device) for device in devices]
-    card = [cluster.nic_of(device) for device in devices]
-    kind = [cluster.type_of(device) for device in devices]
-    places = range(tp * dp)  # of one pipeline rank
-    width = tp * dp
-    ways: list[list[Way]] = [[] for _ in range(dp)]
-    for p in range(pp):
-        q = (p + 1) % pp
-        here, there = [p * width + i for i in places], [q * width + i for i in places]
-        out: Counter[int] = Counter(card[a] for a, b in zip(here, there, strict=True) if node[a] != node[b])
-        into: Counter[int] = Counter(card[b] for a, b in zip(here, there, strict=True) if node[a] != node[b])
-        seen: dict[tuple[int, int, int], Way] = {}
-        for d in range(dp):
-            a, b = here[d * tp], there[d * tp]
-            if pp == 1:
-                ways[d].append(FREE)
-                continue
+
+    def __init__(self, cluster: Cluster, runtime: Runtime) -> None:
+        self.cluster, self.runtime = cluster, runtime
+        every = range(cluster.size)
+        self._node = [cluster.node_of(device) for device in every]
+        self._card = [cluster.nic_of(device) for device in every]
+        self._kind = [cluster.type_of(device) for device in every]
+        self._ways: dict[tuple[int, int], Way] = {}
+
+    def network(self, tp: int, pp: int, dp: int, devices: Sequence[int], seconds: Mapping[str, float]) -> Network:
+        """What `smpar.planner.strategy.Strategy.devices` means for the messages of its degrees.
+
+        Args:
+            seconds: device type -> what the whole model takes on it; of a tensor-parallel group, the slowest counts.
+        """
+        width = tp * dp
+        ranks = [devices[p * width : (p + 1) * width] for p in range(pp)]
+        kinds = [[self._kind[device] for device in rank] for rank in ranks]
+        types = [self._types(kind, tp, seconds) for kind in kinds]
+        ways = [self._boundary(here, there, tp) for here, there in _round(ranks)] if pp > 1 else [[FREE] * dp]
+        every = [Replica(t, w) for t, w in zip(zip(*types, strict=True), zip(*ways, strict=True), strict=True)]
+        places = {replica: index for index, replica in enumerate(dict.fromkeys(every))}
+        slow = [k for r, k in places.items() if not any(o is not r and _never_faster(o, r, seconds) for o in places)]
+        return Network(
+            tuple(places),
+            tuple(places[replica] for replica in every),
+            tuple(slow),
+            tuple(tuple(dict.fromkeys(names)) for names in types),
+            self.ring_seconds([[rank[t::tp] for t in range(tp)] for rank in ranks]),
+            tuple(min(k.memory_bytes for k in set(kind)) - self.runtime.reserve for kind in kinds),
+            tuple(min(k.memory_bandwidth for k in set(kind)) for kind in kinds),
+        )
+
+    def ring_seconds(self, groups: Sequence[Sequence[Sequence[int]]]) -> tuple[float, ...]:
+        """Seconds per byte summed over each of several groups of devices at once, the slowest group of each set.
+
+        A ring of n passes each of its links ``2 (n - 1) / n`` times the bytes; one over several nodes passes each of
+        their cards once in and once out, however many of its members are there (as NCCL orders its rings).
+
+        Args:
+            groups: sets of groups; all of them are at work at once.
+        """
+        edges = [[self._edges(group) for group in set_] for set_ in groups]
+        rings: Counter[int] = Counter()
+        for _, crossing in (group for set_ in edges for group in set_):
+            rings.update({self._card[end] for edge in crossing for end in edge})
+        return tuple(
+            max(
+                2 * (len(group) - 1) / len(group) * self._slowest(near, crossing, rings)
+                for group, (near, crossing) in zip(set_, ends, strict=True)
+            )
+            for set_, ends in zip(groups, edges, strict=True)
+        )
+
+    def _types(self, kinds: Sequence[DeviceType], tp: int, seconds: Mapping[str, float]) -> list[str]:
+        """By replica, the device type that a pipeline rank's stages run at the speed of."""
+        if tp == 1:
+            return [kind.name for kind in kinds]
+        return [
+            max({kind.name for kind in kinds[i : i + tp]}, key=lambda name: (seconds[name], name))
+            for i in range(0, len(kinds), tp)
+        ]
+
+    def _boundary(self, here: Sequence[int], there: Sequence[int], tp: int) -> list[Way]:
+        """By replica, the way from one pipeline rank to the next."""
+        node, card = self._node, self._card
+        crossing = [(a, b) for a, b in zip(here, there, strict=True) if node[a] != node[b]]
+        out, into = Counter(card[a] for a, _ in crossing), Counter(card[b] for _, b in crossing)
+        ways = []
+        for a, b in zip(here[::tp], there[::tp], strict=True):
+            way = self._way(a, b)
             share = 1 if node[a] == node[b] else max(out[card[a]], into[card[b]])
-            key = (node[a], node[b], share)
-            way = None if cluster.matrix is not None else seen.get(key)
-            if way is None:
-                way = seen[key] = _way(cluster, runtime, devices[a], devices[b], share)
-            ways[d].append(way)
-    groups = [[kind[(p * dp + d) * tp : (p * dp + d + 1) * tp] for p in range(pp)] for d in range(dp)]
-    types = [[max((k.name for k in group), key=seconds.__getitem__) for group in groups[d]] for d in range(dp)]
-    every = [Replica(tuple(t), tuple(w)) for t, w in zip(types, ways, strict=True)]
-    kinds = {replica: index for index, replica in enumerate(dict.fromkeys(every))}
-    slow = [k for r, k in kinds.items() if not any(o is not r and _never_faster(o, r, seconds) for o in kinds)]
-    ranks = [range(p * width, (p + 1) * width) for p in range(pp)]
-    return Network(
-        tuple(kinds),
-        tuple(kinds[replica] for replica in every),
-        tuple(slow),
-        tuple(tuple(dict.fromkeys(types[d][p] for d in range(dp))) for p in range(pp)),
-        ring_seconds(cluster, runtime, [[list(r[t::tp]) for t in range(tp)] for r in ranks], devices),
-        tuple(min(kind[i].memory_bytes for i in r) - runtime.reserve for r in ranks),
-        tuple(min(kind[i].memory_bandwidth for i in r) for r in ranks),
-    )
+            ways.append(way if share == 1 else Way(way.per_byte * share, way.latency))
+        return ways
+
+    def _edges(self, group: Sequence[int]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """The links of a ring inside nodes, and between them; of equal links inside a node, one."""
+        members = sorted(group)  # devices are numbered node by node
+        if len(members) == 1:
+            return [], []
+        if self.cluster.matrix is not None:
+            pairs = list(_round(members))
+            near = [self.cluster.same_node(a, b) for a, b in pairs]
+            return [p for p, n in zip(pairs, near, strict=True) if n], [
+                p for p, n in zip(pairs, near, strict=True) if not n
+            ]
+        parts = [list(part) for _, part in itertools.groupby(members, key=self._node.__getitem__)]
+        near_ = [(part[0], part[1]) for part in parts if len(part) > 1]
+        return near_, [(a[-1], b[0]) for a, b in _round(parts)] if len(parts) > 1 else []
+
+    def _slowest(
+        self, near: Sequence[tuple[int, int]], crossing: Sequence[tuple[int, int]], rings: Mapping[int, int]
+    ) -> float:
+        """Seconds per byte of a ring's slowest link; a card serves its rings in turn."""
+        inside = max((self._way(a, b).per_byte for a, b in near), default=0.0)
+        card = self._card
+        between = (self._way(a, b).per_byte * max(rings[card[a]], rings[card[b]]) for a, b in crossing)
+        return max(between, default=inside) if not near else max(inside, *between)
+
+    def _way(self, a: int, b: int) -> Way:
+        """Between two devices, with nobody else on it."""
+        key = (a, b) if self.cluster.matrix is not None else (self._node[a], self._node[b])
+        way = self._ways.get(key)
+        if way is None:
+            link, runtime = self.cluster.link(a, b), self.runtime
+            rate = link.bandwidth
+            if not self.cluster.measured:
+                near = self._node[a] == self._node[b]
+                rate = rate * runtime.intra if near else min(rate * runtime.nic, runtime.nic_most)
+            way = self._ways[key] = Way(1.0 / rate, link.latency + runtime.message_seconds)
+        return way
 
 
 def _never_faster(slow: Replica, fast: Replica, seconds: Mapping[str, float]) -> bool:
@@ -119,58 +189,5 @@ def _never_faster(slow: Replica, fast: Replica, seconds: Mapping[str, float]) ->
     return devices and all(a.per_byte >= b.per_byte and a.latency >= b.latency for a, b in pairs)
 
 
-def ring_seconds(
-    cluster: Cluster, runtime: Runtime, groups: Sequence[Sequence[Sequence[int]]], devices: Sequence[int]
-) -> tuple[float, ...]:
-    """Seconds per byte summed over each of several groups of places at once, the slowest group of each set.
-
-    A ring of n passes each of its links ``2 (n - 1) / n`` times the bytes; one over several nodes passes each of their
-    cards once in and once out, however many of its members are there (as NCCL orders its rings).
-
-    Args:
-        groups: sets of groups of places; all of them are at work at once.
-        devices: place -> device.
-    """
-    rings: Counter[int] = Counter()
-    for group in (g for groups_ in groups for g in groups_):
-        members = [devices[i] for i in group]
-        if len({cluster.node_of(device) for device in members}) > 1:
-            rings.update({cluster.nic_of(a) for edge in _crossing(cluster, members) for a in edge})
-    return tuple(max(_ring(cluster, runtime, [devices[i] for i in g], rings) for g in groups_) for groups_ in groups)
-
-
-def _ring(cluster: Cluster, runtime: Runtime, members: list[int], rings: Counter[int]) -> float:
-    size = len(members)
-    if size == 1:
-        return 0.0
-    slowest = max(
-        _share(cluster, rings, a, b) / _rate(cluster, runtime, a, b)
-        for a, b in _round(sorted(members, key=cluster.node_of))
-    )
-    return 2 * (size - 1) / size * slowest
-
-
-def _share(cluster: Cluster, rings: Mapping[int, int], a: int, b: int) -> int:
-    """How many rings the network cards between two devices carry."""
-    return 1 if cluster.same_node(a, b) else max(rings[cluster.nic_of(a)], rings[cluster.nic_of(b)])
-
-
-def _round(members: Sequence[int]) -> Iterable[tuple[int, int]]:
+def _round(members: Sequence[_T]) -> Iterable[tuple[_T, _T]]:
     return zip(members, (*members[1:], members[0]), strict=True)
-
-
-def _crossing(cluster: Cluster, members: Sequence[int]) -> Iterable[tuple[int, int]]:
-    """The links of a ring that lie between nodes."""
-    return ((a, b) for a, b in _round(sorted(members, key=cluster.node_of)) if not cluster.same_node(a, b))
-
-
-def _rate(cluster: Cluster, runtime: Runtime, a: int, b: int) -> float:
-    """Bytes per second that a transfer gets."""
-    stated = cluster.link(a, b).bandwidth
-    if cluster.measured:
-        return stated
-    return stated * (runtime.intra if cluster.same_node(a, b) else runtime.nic)
-
-
-def _way(cluster: Cluster, runtime: Runtime, a: int, b: int, share: int) -> Way:
-    return Way(share / _rate(cluster, runtime, a, b), cluster.link(a, b).latency + runtime.message_seconds)

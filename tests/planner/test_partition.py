@@ -14,8 +14,9 @@ from smpar.errors import NativeMissing, PlanError, TooFewUnits
 from smpar.planner.chain import Edge, Goal, Partition, Tie, UnitCost
 from smpar.planner.partition import least_memory, partition
 from smpar.planner.reference import Chain, partition_reference
+from smpar.planner.smp_tree import smp_cuts
 from tests.planner.problems import Problem, all_cuts, best, problem, true_objective
-from tests.planner.smp_baseline import leaf_costs, random_tree, smp_cuts
+from tests.planner.smp_baseline import leaf_costs, random_tree
 
 SEED = random.randrange(2**31)
 ROUNDING = Fraction(1, 10**12)
