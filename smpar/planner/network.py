@@ -166,7 +166,7 @@ class Wiring:
         inside = max((self._way(a, b).per_byte for a, b in near), default=0.0)
         card = self._card
         between = (self._way(a, b).per_byte * max(rings[card[a]], rings[card[b]]) for a, b in crossing)
-        return max([inside, *between])
+        return max((inside, *between))
 
     def _way(self, a: int, b: int) -> Way:
         """Between two devices, with nobody else on it."""

@@ -141,7 +141,7 @@ def degrees(
 
 
 def _depths(most: int, devices: int) -> Iterator[int]:
-    """Pipeline degrees to try: all on small clusters; on large ones, where neighbours differ little, 1 2 3 4 6 8 12 ..."""
+    """Pipeline degrees to try: all on small clusters; on large ones, where neighbours are alike, 1 2 3 4 6 8 12 ..."""
     for pp in range(1, most + 1):
         rest = pp
         while rest % 2 == 0:
