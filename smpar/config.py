@@ -273,6 +273,10 @@ def _refuse_unbuilt(config: Config) -> None:
             config.sharded_data_parallel_degree > 1,
         ),
         "offload activations": ("offload_activations", config.offload_activations),
+        "initialize parameters stage by stage": (
+            "delayed_parameter_initialization",
+            config.delayed_parameter_initialization,
+        ),
     }
     for what, (key, yes) in asked.items():
         if yes:

@@ -132,6 +132,13 @@ class WriteIntoReplicated(StepError):
     FIX = "make the target from a stage tensor (h.new_zeros(...), torch.zeros_like(h)), or use an nn.Module of its own"
 
 
+class HiddenTensor(StepError):
+    """A tensor that a module left in an object is used outside of that module."""
+
+    RULE = "what a module leaves in an object among its arguments is on that module's stage only"
+    FIX = "return the tensor, or make the object's class a dataclass, a dict or a list"
+
+
 class NotThroughModel(StepError):
     """``model.backward`` of a tensor that does not depend on the model's parameters."""
 

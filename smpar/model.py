@@ -270,9 +270,17 @@ class DistributedModel(nn.Module):
             divide_by_initial_world_size,
             throw_on_early_termination,
             self._prepare_reducer,
-            lambda: [*self.local_parameters(), *self.local_buffers()],
+            self._common_state,
+            self.pipeline.share_again if self.pipeline is not None else lambda: None,
         ):
             yield
+
+    def _common_state(self) -> Iterator[torch.Tensor]:
+        """What this rank holds on all replicas."""
+        for p in self.local_parameters():
+            if self.pipeline is None or self.pipeline.holds_everywhere(p):
+                yield p
+        yield from self.local_buffers()
 
     def _prepare_reducer(self) -> bool:
         if self.pipeline is None:

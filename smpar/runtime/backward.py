@@ -195,9 +195,10 @@ def _split(roots: Iterable[Node]) -> tuple[list[_Later], list[torch.Tensor]]:
     waiting: set[Node] = set()
     for node in candidates:
         at, saved, factor, make = _KINDS[node.name()]
-        leaf = _leaf_behind(node.next_functions[at][0], uses)
-        if leaf is None or getattr(node, "_saved_alpha", 1) != 1:
+        way = _way_to_leaf(node.next_functions[at][0], uses)
+        if way is None or getattr(node, "_saved_alpha", 1) != 1:
             continue
+        leaf = way[-1]
         met: Any = node.next_functions[at - 1][0]
         if met is not None and met.name() == _LEAF and isinstance(met.variable, nn.Parameter):
             continue  # a hook may step it as soon as it has its gradient
@@ -205,39 +206,46 @@ def _split(roots: Iterable[Node]) -> tuple[list[_Later], list[torch.Tensor]]:
             continue  # only the weight asks for this node: without it, it would not run at all
         if getattr(node, f"_raw_saved_{saved}").unpack_hook is not None:
             continue  # recomputed or fetched: that happens only once
-        if (node.next_functions[at][0] is not leaf and _watched(node, factor)) or _hooked(leaf):
+        if _watched(node, factor, way):
             continue
         waiting.add(leaf)
         later.append((node, leaf.variable, make))
     return later, [leaf.variable for leaf in leaves if leaf not in waiting]  # type: ignore[attr-defined]
 
 
-def _leaf_behind(node: Any, uses: dict[Node, int]) -> Any:
-    """The leaf of a parameter that only this node uses, perhaps transposed or cast on the way; None if it is not so."""
-    while node is not None and uses[node] == 1:
-        name = node.name()
-        if name == _LEAF:
-            weight = node.variable
-            plain = isinstance(weight, nn.Parameter) and not weight._backward_hooks and not weight.is_complex()
-            return node if plain else None
-        if name not in (_TRANSPOSE, _CAST):
+def _way_to_leaf(node: Any, uses: dict[Node, int]) -> list[Any] | None:
+    """The nodes from a product to the leaf of a parameter that only it uses, perhaps cast and then transposed on the
+    way; None if it is not so."""
+    way: list[Any] = []
+    for name in (_TRANSPOSE, _CAST, _LEAF):
+        if node is None or uses[node] != 1:
             return None
-        node = node.next_functions[0][0]
+        if node.name() == name:
+            way.append(node)
+            if name == _LEAF:
+                weight = node.variable
+                plain = isinstance(weight, nn.Parameter) and not weight._backward_hooks and not weight.is_complex()
+                return way if plain else None
+            node = node.next_functions[0][0]
     return None
 
 
-def _watched(node: Any, factor: str) -> bool:
-    """Whether a tensor made of the weight may have hooks, which wait for its gradient; unknown if it was not saved."""
+def _watched(node: Any, factor: str, way: list[Any]) -> bool:
+    """Whether hooks wait for the weight's gradient on its way, or may do so: what was not saved is not seen."""
     raw = getattr(node, f"_raw_saved_{factor}")
     if raw.unpack_hook is not None:
         return True
     made = getattr(node, f"_saved_{factor}")
-    return made is None or bool(made._backward_hooks) or made.retains_grad
+    for maker in way[:-1]:  # first what was saved, then what that views
+        if made is None or made.grad_fn is not maker or made._backward_hooks or made.retains_grad:
+            return True
+        made = made._base
+    return _hooked(node.register_hook) or any(_hooked(n.register_hook, n.register_prehook) for n in way)
 
 
-def _hooked(leaf: Any) -> bool:
-    """Whether a leaf's own node has hooks. A node does not tell, but a handle knows what its hook stands beside."""
-    for register in (leaf.register_hook, leaf.register_prehook):
+def _hooked(*registers: Callable[[Callable[..., None]], Any]) -> bool:
+    """Whether a node has hooks. It does not tell, but a handle knows what its hook stands beside."""
+    for register in registers:
         handle = register(_nothing)
         beside = handle.hooks_dict_ref()
         handle.remove()

@@ -162,32 +162,33 @@ class Executor:
                     run.release()
         return [forward.result for forward in forwards]
 
-    def in_program_order(
+    def forwards(
         self,
         fn: Callable[..., Any],
         batch: Batch,
         shares: Sequence[float],
         seeds: Sequence[int],
         outcomes: Outcomes,
-        agreed: Callable[[list[MicrobatchProgram]], None],
-    ) -> tuple[list[Any], list[MicrobatchProgram]]:
-        """Run a step whose program is not known beforehand: all forwards in order, then all backwards in reverse.
+    ) -> tuple[list[Any], list[Explorer]]:
+        """Begin a step whose program is not known beforehand: all forwards in order; returns what `backwards` needs.
 
         Ranks meet at every transfer in program order, so none can wait for one that waits for it.
-
-        Args:
-            agreed: called between the forwards and the backwards; makes sure that all ranks ran the same programs.
         """
         results: list[Any] = []
         runs: list[Explorer] = []
-        programs: list[MicrobatchProgram] = []
         for i, (args, kwargs) in enumerate(batch.calls):
             run = Explorer(self.layout, outcomes, seeds[i], shares[i], LiveWire(self.channels, self.rank))
             with self.spans.action(Action(Kind.F, 0, i)):
                 results.append(run.call(fn, args, kwargs))
             runs.append(run)
-            programs.append(run.finish())
-        agreed(programs)
+        return results, runs
+
+    def backwards(self, runs: Sequence[Explorer], programs: Sequence[MicrobatchProgram]) -> None:
+        """End such a step: all backwards in reverse.
+
+        Args:
+            programs: what the runs did, the same on all ranks.
+        """
         ranks = tuple(
             tuple(
                 Action(Kind.B, s.index, i)
@@ -204,7 +205,6 @@ class Executor:
                 self._backward(runs[action.microbatch], programs[action.microbatch], action, inbox)
         for run in runs:
             run.release()
-        return results, programs
 
     def _forward(self, run: Replay, forward: Forward) -> None:
         forward.advance()

@@ -29,6 +29,7 @@ from smpar.runtime.measure import Measurer
 from smpar.runtime.partitioning import Goal, Partitioned, make_layout
 from smpar.runtime.planning import explore
 from smpar.runtime.reducer import Reducer
+from smpar.runtime.structure import Structure
 from smpar.runtime.ties import Ties
 from smpar.runtime.wires import NoChannels, buffer_for, pack, receive, send
 from smpar.schedule import in_turn, make_schedule, placement
@@ -43,7 +44,7 @@ from smpar.trace import tree
 from smpar.trace.draws import mix
 from smpar.trace.fake import FakeRunner
 from smpar.trace.outcome import meta_of
-from smpar.trace.outcomes import Outcomes, autocast_state, flags, module_key, states
+from smpar.trace.outcomes import Outcomes, autocast_state, module_key, states
 
 log = logging.getLogger("smpar")
 
@@ -68,13 +69,6 @@ class _Recent(OrderedDict[Any, Any]):
 @functools.cache
 def _say_once(warning: str) -> None:
     log.warning(warning)
-
-
-def _few(names: list[str]) -> str:
-    """All names count for equality; a reader sees the first few."""
-    if len(names) <= 4:
-        return ", ".join(names) or "none"
-    return f"{', '.join(names[:4])} and {len(names) - 4} more (checksum {zlib.crc32(' '.join(names).encode()):08x})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,8 +133,7 @@ class Pipeline:
         self._programs: _Recent = _Recent()
         self._signatures: _Recent = _Recent()  # of a step's arguments -> of its microbatches
         self._timetables: _Recent = _Recent()
-        self._modules = list(model.modules())
-        self._parameters = list(model.parameters())
+        self._structure = Structure(model)
         self._modes: Any = None
         self._mode: int = -1  # the number of these modes
         self._numbers: _Recent = _Recent()  # modes -> their number
@@ -166,6 +159,11 @@ class Pipeline:
         """Whether this rank has the parameter's data."""
         layout = self.partitioned.layout if self.partitioned is not None else None
         return layout is None or id(parameter) not in layout.holders or self.rank in layout.holding(parameter)
+
+    def holds_everywhere(self, parameter: torch.Tensor) -> bool:
+        """Whether this rank has the parameter's data on every replica."""
+        layout = self.layout
+        return id(parameter) not in layout.holders or self.rank in layout.holding_everywhere(parameter)
 
     def owns(self, parameter: torch.Tensor) -> bool:
         """Whether this rank is the one that answers for a parameter, in state dicts and norms."""
@@ -199,13 +197,11 @@ class Pipeline:
         return Look(arguments, keys, programs, known, self._circumstances, digest)
 
     def _circumstances(self) -> dict[str, Any]:
-        modules = list(self.model.named_modules())
         return {
             "grad mode": torch.is_grad_enabled(),
             "inference mode": torch.is_inference_mode_enabled(),
             "autocast": str(autocast_state()),
-            "modules in evaluation mode": _few([n or "(model)" for n, m in modules if not m.training]),
-            "frozen parameters": _few([n for n, p in self.model.named_parameters() if not p.requires_grad]),
+            **self._structure.described(),
         }
 
     def run(
@@ -226,8 +222,8 @@ class Pipeline:
         """
         seeds = [mix(seed, self.world.axis_rank("dp"), i) for i in range(len(batch.calls))]
         if self.partitioned is None:
-            self._modules, self._parameters = list(self.model.modules()), list(self.model.parameters())
             self._partition(fn, batch)
+            self._structure.look()
         if not look.keys:
             look = self.look(fn, batch, look.arguments)
         programs = None if not self.config.static_mode else self._plan(fn, batch, look, seeds)
@@ -238,23 +234,28 @@ class Pipeline:
         self._hand_over()
         if programs is not None:
             self._close()
-        shared = self._shared_parameters()
         executor = Executor(self.layout, self.channels, self.rank, self.spans, self.reducer)
-        timetable = None if programs is None else self._timetable(tuple(programs))
-        with self.reducer.step(shared, timetable, self._ties):
-            with marked(self.layout, inside=programs is None), patched():
-                if programs is None or timetable is None:
-                    results, programs = executor.in_program_order(
-                        fn, batch, shares, seeds, self.outcomes, self._agree_programs
-                    )
-                    self.in_order = tuple(programs)
-                else:
+        results: list[Any] = []
+        timetable, explored = None, None
+        if programs is not None:
+            timetable = self._timetable(tuple(programs))
+        else:
+            with marked(self.layout, inside=True), patched():
+                results, explored = executor.forwards(fn, batch, shares, seeds, self.outcomes)
+            programs = [run.finish() for run in explored]
+            self._agree_programs(programs)
+            self._hand_over()  # of what the forwards came to read: backward sums its gradients
+            self.in_order = tuple(programs)
+        with self.reducer.step(self._shared_parameters(), timetable, self._ties):
+            with marked(self.layout, inside=explored is not None), patched():
+                if timetable is not None:
                     results = executor.scheduled(fn, batch, shares, seeds, timetable)
+                elif explored is not None:
+                    executor.backwards(explored, programs)
                 self.timetable = timetable
             with self.spans.phase("reduce gradients"):
                 self.reducer.finish(any(p.shape.backward for p in programs))
         self._close()
-        self._hand_over()
         with self.spans.phase("share results"):
             whole = self._share(results)
         self.channels.finish()
@@ -302,6 +303,9 @@ class Pipeline:
 
     def _keys(self, fn: Callable[..., Any], batch: Batch, arguments: Any) -> tuple[Any, ...]:
         """The microbatches' input signatures."""
+        if self._structure.look():
+            self._shared = None
+            self.layout.adapt(self.model)
         modes = self._current_modes()
         if modes != self._modes:
             number = self._numbers.fetch(modes)
@@ -363,11 +367,7 @@ class Pipeline:
 
     def _current_modes(self) -> Any:
         split = self.layout.split
-        return (
-            flags(self._modules),
-            tuple(p.requires_grad for p in self._parameters),
-            tuple(module_key(m) for m in self._modules if m in split),
-        )
+        return *self._structure.modes(), tuple(module_key(m) for m in self._structure.modules if m in split)
 
     def _timetable(self, programs: tuple[MicrobatchProgram, ...]) -> Timetable:
         key = tuple(map(id, programs))
@@ -418,23 +418,33 @@ class Pipeline:
         self._shared = None
         with torch.no_grad():
             for one in late:
-                if one.has_value:
-                    continue
-                parameter, owner, taker = one.parameter, one.owner, one.taker
-                meta = self.outcomes.runner.layout_of(parameter)
-                if self.rank == owner:
-                    send(self.channels, taker, parameter, meta)
-                elif self.rank == taker:
-                    parameter.data = receive(self.channels, owner, meta)
+                if not one.has_value:
+                    self._give(one.parameter, one.owner, one.taker)
         for hook in self.after_hand_over:
             hook(late)
+
+    def share_again(self) -> None:
+        """Owners' values, which may have changed, go to the ranks that hold a parameter on this replica only."""
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                for taker in sorted(self.layout.joined.get(id(parameter), ())):
+                    self._give(parameter, self.layout.owner(parameter), taker)
+        self.channels.finish()
+
+    def _give(self, parameter: nn.Parameter, owner: int, taker: int) -> None:
+        meta = self.outcomes.runner.layout_of(parameter)
+        if self.rank == owner:
+            send(self.channels, taker, parameter, meta)
+        elif self.rank == taker:
+            parameter.data = receive(self.channels, owner, meta)
 
     def _shared_parameters(self) -> list[nn.Parameter]:
         """Parameters of this rank whose gradients are not done with its own backwards."""
         if self._shared is None:
-            mine = [p for p in self._parameters if p.requires_grad and self.holds(p)]
+            mine = [p for p in self._structure.parameters if p.requires_grad and self.holds(p)]
             self._shared = [p for p in mine if not self.reducer.idle or len(self.layout.holding(p)) > 1]
-            ties = Ties(self._shared, self.layout.holding, self.channels, self.rank)
+            layout = self.layout
+            ties = Ties(self._shared, layout.holding, layout.holding_everywhere, layout.owner, self.channels, self.rank)
             self._ties = ties if ties.parameters else None
             if not self.layout.closed:  # further stages may still come to hold one
                 shared, self._shared = self._shared, None

@@ -59,6 +59,7 @@ def _explore(
             run.call(fn, *call)
             run.finish_state()
     finally:
+        run.hidden.restore()
         snapshot.restore()
         with torch.no_grad():
             for buffer, value in buffers:

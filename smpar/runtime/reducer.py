@@ -52,8 +52,8 @@ class _Listener:
         return accumulated
 
 
-def _tied(ties: Ties | None) -> Sequence[nn.Parameter]:
-    return () if ties is None else (*ties.parameters, *ties.owned)
+def _same(some: Sequence[nn.Parameter], others: Sequence[nn.Parameter]) -> bool:
+    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 class Reducer:
@@ -107,6 +107,9 @@ class Reducer:
         self._parameters: list[nn.Parameter] = []
         self._index: dict[int, int] = {}  # id of a parameter -> its place in the list
         self._ties: Ties | None = None
+        self._common = 0  # so many of the parameters, the first ones, are in all replicas' buckets
+        self._tied: tuple[list[nn.Parameter], list[nn.Parameter]] = [], []  # on all replicas alike; owned ones
+        self._waiting: set[int] = set()  # tied and owned on this replica only: in a bucket as if they were not tied
         self._settled = False  # whether the buckets follow the order in which gradients become ready
         self._order: list[int] = []  # that order on this rank, as far as it is known
         self._buckets: list[Bucket] = []
@@ -188,16 +191,23 @@ class Reducer:
         """Lay out the buckets of these parameters, unless they are laid out already; see `step`."""
         if parameters is self._given and ties is self._ties:
             return
-        known = self._given
-        same = known is not None and len(known) == len(parameters) and all(map(operator.is_, known, parameters))
-        same = same and [id(p) for p in _tied(ties)] == [id(p) for p in _tied(self._ties)]
+        laid_out = self._given is not None
         self._given, self._ties = parameters, ties
-        if same:
+        here = ties.here if ties is not None else set()
+        tied = [p for p in ties.parameters if id(p) not in here] if ties is not None else []
+        owned = [p for p in ties.owned if id(p) not in here] if ties is not None else []
+        waiting = {id(p) for p in ties.owned} & here if ties is not None else set()
+        common = [p for p in parameters if p.numel() and (id(p) not in here or id(p) in waiting)]
+        added = [p for p in parameters if p.numel() and id(p) in here and id(p) not in waiting]
+        # This replica may have come to other ties than the others: what they share stays as it is.
+        kept = laid_out and _same(common, self._parameters[: self._common])
+        kept = kept and all(map(_same, (tied, owned), self._tied))
+        places = {i for i, p in enumerate(common) if id(p) in waiting}
+        if kept and places == self._waiting and _same(added, self._parameters[self._common :]):
             return
-        self._parameters = [p for p in parameters if p.numel()]
+        self._common, self._tied, self._waiting = len(common), (tied, owned), places
+        self._parameters = common + added
         self._index = {id(p): i for i, p in enumerate(self._parameters)}
-        self._settled = not self._overlap or not self._reduces
-        self._order = []
         self._expected.clear()
         for handle in self._handles:
             handle.remove()
@@ -206,7 +216,12 @@ class Reducer:
             for i, p in enumerate(self._parameters)
             if self._reduces or (self._wide and wide_type(p.dtype) != p.dtype)
         ]
-        self._lay_out(tuple(reversed(range(len(self._parameters)))))
+        if kept:
+            self._home = [*self._home[: len(common)], *[None] * len(added)]
+            return
+        self._settled = not self._overlap or not self._reduces
+        self._order = []
+        self._lay_out(tuple(reversed(range(len(common)))))
 
     def use_comm_hook(self, state: Any, hook: CommHook) -> None:
         """From the next step on, ``hook(state, bucket)`` reduces the buckets."""
@@ -286,7 +301,7 @@ class Reducer:
             self._take(index)
             return
         home = self._home[index]
-        if home is None or home[0] in self._last_buckets:
+        if home is None or index in self._waiting or home[0] in self._last_buckets:
             self._take(index)
             return
         bucket, place = home
@@ -347,15 +362,20 @@ class Reducer:
         bucket.launch(self.group if self.replicas > 1 else None, self.comm_hook)
 
     def _complete(self, due: bool) -> None:
+        step: Gradients = {}
+        if self._ties is not None:
+            step = {id(p): self._gradient(self._index[id(p)]) for p in self._ties.parameters}
+            self._ties.offer(step)
+        ready = [*self._buckets[self._next :], *self._last_buckets]
         if due:
             if not self._open:
                 self._open_buckets()
-            for bucket in self._buckets[self._next :]:
-                self._launch(bucket)
+            while ready and ready[0] not in self._last_buckets and self._waiting.isdisjoint(ready[0].numbers):
+                self._launch(ready.pop(0))
         if self._ties is not None:
-            self._gather(self._ties)
+            self._gather(self._ties, step)
         if due:
-            for bucket in self._last_buckets:
+            for bucket in ready:
                 self._launch(bucket)
             self._accept()
         if self._wide is not None:
@@ -366,9 +386,8 @@ class Reducer:
             self._learn()
             self._settle()
 
-    def _gather(self, ties: Ties) -> None:
+    def _gather(self, ties: Ties, step: Gradients) -> None:
         """Sums over the pipeline of what this step gave, then what earlier ones gave on top: that is summed already."""
-        step: Gradients = {id(p): self._gradient(self._index[id(p)]) for p in ties.parameters}
         ties.gather(step, wide_type if self._wide is not None else lambda dtype: dtype)
         earlier = {id(p): grad for p, grad in self._before}
         self._before = []
@@ -404,7 +423,7 @@ class Reducer:
         """With a communication hook: whether any replica has a gradient, by parameter. Else flags ride in buckets."""
         if self.comm_hook is None or self.replicas == 1:
             return None
-        flags = torch.zeros(len(self._parameters), dtype=torch.int32)
+        flags = torch.zeros(self._common, dtype=torch.int32)
         for bucket in (*self._buckets, *self._last_buckets):
             for place, number in enumerate(bucket.numbers):
                 flags[number] = place not in bucket.absent
@@ -430,22 +449,22 @@ class Reducer:
         ]
         if len(self._expected) > _REMEMBERED:
             self._expected.popitem(last=False)
-        last = list(dict.fromkeys(reversed(heard)))  # each where it was told of last
+        last = list(dict.fromkeys(i for i in reversed(heard) if i < self._common))  # each where it was told of last
         self._order = last[::-1]
 
     def _settle(self) -> None:
         """Once: order the buckets as gradients become ready, on the first replica."""
-        if self._settled or not self._parameters:
+        if self._settled or not self._common:
             return
         self._settled = True
-        order = torch.full((len(self._parameters),), -1, dtype=torch.int64, device=self._parameters[0].device)
+        order = torch.full((self._common,), -1, dtype=torch.int64, device=self._parameters[0].device)
         order[: len(self._order)] = torch.tensor(self._order, dtype=torch.int64)
         if self.replicas > 1:
             assert self.group is not None
             self.group.broadcast(order, 0).wait()
         known = [index for index in order.tolist() if index >= 0]
         if known:
-            rest = [index for index in reversed(range(len(self._parameters))) if index not in set(known)]
+            rest = [index for index in reversed(range(self._common)) if index not in set(known)]
             self._lay_out((*known, *rest))
 
     def _lay_out(self, order: Sequence[int]) -> None:
@@ -454,10 +473,9 @@ class Reducer:
         if not self._reduces:
             return
         types = [wide_type(p.dtype) if self._wide is not None else p.dtype for p in self._parameters]
-        tied = {id(p) for p in self._ties.parameters} if self._ties is not None else set()
-        owned = {id(p) for p in self._ties.owned} if self._ties is not None else set()
+        tied, owned = ({id(p) for p in some} for some in self._tied)
         free = [i for i in order if id(self._parameters[i]) not in tied]
-        last = [i for i, p in enumerate(self._parameters) if id(p) in owned]
+        last = [i for i, p in enumerate(self._parameters[: self._common]) if id(p) in owned]
         sizes = [p.numel() * t.itemsize for p, t in zip(self._parameters, types, strict=True)]
         kinds = [(p.dtype, p.device) for p in self._parameters]
         for indices, buckets in ((free, self._buckets), (last, self._last_buckets)):

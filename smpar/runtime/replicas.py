@@ -68,6 +68,7 @@ class Replicas:
         throw: bool,
         prepare: Callable[[], bool],
         state: Callable[[], Iterable[Tensor]],
+        ended: Callable[[], None],
     ) -> Iterator[None]:
         """Around a training loop of uneven length; see ``DistributedModel.join``.
 
@@ -75,7 +76,8 @@ class Replicas:
             by_replicas: divide by the number of replicas, not of those that still have batches.
             throw: stop all when the first has no more batches.
             prepare: lays out the reducer's buckets; False if nothing is known of them.
-            state: parameters and buffers of this rank.
+            state: parameters and buffers that this rank has on all replicas.
+            ended: called when these are the same on all.
 
         Raises:
             JoinError: it is in use already, or this replica has no batch at all and cannot follow the others.
@@ -95,6 +97,7 @@ class Replicas:
             with world.guard():
                 source = joining.last_of_all(last)
                 broadcast(state(), reducer.group, source)
+                ended()
         finally:
             reducer.joining = None
             reducer.restart()

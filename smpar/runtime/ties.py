@@ -1,14 +1,14 @@
 """Parameters that several ranks of a pipeline hold: their gradients are summed, and all holders get the same bits.
 
-    rank        0           1           2          holders (0, 1, 2): rank 0, the lowest, owns
-    gather      sum  ◀───── g
-                sum  ◀───────────────── g
+    rank        0           1           2          holders (0, 1, 2) of one that rank 0 owns
+    offer                   g ────────┐ g
+    gather      sum  ◀──────┴─────────┘
     replicas    average
     hand back   p.grad ───▶ p.grad
                 p.grad ───────────────▶ p.grad
 
-First every rank sends what it does not own, group by group in ascending order, and adds up what it owns; then the
-owners send back, in the same order. So ranks wait for lower ones only, and never in a circle.
+Every rank sends all that it has for others before it waits for anything: so none waits in a circle, though each may own
+what the other holds.
 """
 
 from __future__ import annotations
@@ -23,18 +23,22 @@ from smpar.runtime.wires import Channels
 Gradients = dict[int, "Tensor | None"]  # id of a parameter -> its gradient
 
 
-def tied_groups(holders: Mapping[int, Collection[int]]) -> dict[tuple[int, ...], tuple[int, ...]]:
-    """Ranks that share parameters -> the parameters' keys, ascending by ranks.
+def tied_groups(
+    holders: Mapping[int, Collection[int]], owner: Mapping[int, int]
+) -> dict[tuple[int, ...], tuple[int, ...]]:
+    """Ranks that share parameters, the owner first -> the parameters' keys.
 
-        {a: {0}, b: {0, 2}, c: {1, 2}, d: {2, 0}}   ->   {(0, 2): (b, d), (1, 2): (c,)}
+        {a: {0}, b: {0, 2}, c: {1, 2}, d: {2, 0}} owned by 0, 0, 2, 0   ->   {(0, 2): (b, d), (2, 1): (c,)}
 
     Args:
         holders: key of a parameter -> the ranks that hold it.
+        owner: key of a parameter -> the one of them that owns it.
     """
     groups: dict[tuple[int, ...], list[int]] = {}
     for key, ranks in holders.items():
-        if len(set(ranks)) > 1:
-            groups.setdefault(tuple(sorted(set(ranks))), []).append(key)
+        others = sorted(set(ranks) - {owner[key]})
+        if others:
+            groups.setdefault((owner[key], *others), []).append(key)
     return {ranks: tuple(groups[ranks]) for ranks in sorted(groups)}
 
 
@@ -44,38 +48,53 @@ class Ties:
     Args:
         parameters: candidates, in an order that all ranks have alike.
         holders: the ranks that hold a parameter.
+        everywhere: those of them that hold it on every replica; the owner is one.
+        owner: the rank that owns a parameter.
         channels: to the other ranks of the pipeline.
         rank: this one.
 
     Attributes:
         parameters: those that other ranks hold, too.
         owned: those of them whose sums are made here.
+        here: ids of those of them that this rank holds, or that other ranks hold, too, on this replica only.
     """
 
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
         holders: Callable[[nn.Parameter], Collection[int]],
+        everywhere: Callable[[nn.Parameter], Collection[int]],
+        owner: Callable[[nn.Parameter], int],
         channels: Channels,
         rank: int,
     ) -> None:
         self._channels, self._rank = channels, rank
-        found = tied_groups({i: holders(p) for i, p in enumerate(parameters)})
+        tied = {i: ranks for i, p in enumerate(parameters) if len(ranks := holders(p)) > 1}
+        found = tied_groups(tied, {i: owner(parameters[i]) for i in tied})
         self._groups = [(ranks, [parameters[i] for i in members]) for ranks, members in found.items() if rank in ranks]
         self.parameters = [p for _, members in self._groups for p in members]
         self.owned = [p for ranks, members in self._groups if ranks[0] == rank for p in members]
+        self.here = {id(p) for p in self.parameters if rank not in (known := everywhere(p)) or len(known) == 1}
+
+    def offer(self, gradients: Gradients) -> None:
+        """Send the gradients of what other ranks own; comes before whatever may wait for another rank.
+
+        Args:
+            gradients: this rank's, of all tied parameters.
+        """
+        for ranks, members in self._groups:
+            if ranks[0] != self._rank:
+                self._send(ranks[0], [gradients[id(p)] for p in members])
 
     def gather(self, gradients: Gradients, dtype: Callable[[torch.dtype], torch.dtype]) -> None:
         """Sum the gradients of each owned parameter, in the order of the ranks, in place of this rank's own.
 
         Args:
-            gradients: this rank's, of all tied parameters.
+            gradients: as for `offer`.
             dtype: the type in which gradients of a type are summed.
         """
         for ranks, members in self._groups:
-            owner = ranks[0]
-            if owner != self._rank:
-                self._send(owner, [gradients[id(p)] for p in members])
+            if ranks[0] != self._rank:
                 continue
             for other in ranks[1:]:
                 theirs = self._receive(other, members, dtype)
@@ -90,7 +109,8 @@ class Ties:
             if ranks[0] == self._rank:
                 for other in ranks[1:]:
                     self._send(other, [p.grad for p in members])
-            else:
+        for ranks, members in self._groups:
+            if ranks[0] != self._rank:
                 for p, grad in zip(members, self._receive(ranks[0], members, lambda own: own), strict=True):
                     p.grad = grad
 

@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from smpar.schedule.actions import Action, Kind
-from smpar.schedule.program import Program, Task
+from smpar.schedule.program import Program, Task, Transfer
 
 _EPS = 1e-9
 """Memory is a sum of fractions, a time one of floats."""
@@ -30,7 +30,7 @@ class Rule(NamedTuple):
         ahead: place among ranks -> most forwards of its first segment whose backward has not begun.
         turn: after a backward prefer a forward; else a backward whenever one is ready.
         patience: idle rather than run a W if a forward or backward is due in less than this share of the W's time.
-        delay: what a message is thought to take, as a share of the mean time of forwards and whole backwards.
+        delay: what a message is thought to take at least, as a share of the mean time of forwards and whole backwards.
     """
 
     ahead: tuple[int, ...]
@@ -45,9 +45,11 @@ class Chain:
 
     Attributes:
         program: a chain.
+        transfer: time of a message.
     """
 
     program: Program
+    transfer: Transfer = 0.0
 
     @cached_property
     def homes(self) -> tuple[int, ...]:
@@ -82,9 +84,10 @@ class Chain:
         return sum(map(self.program.cost, tasks)) / max(1, len(tasks))
 
     @cached_property
-    def awaits(self) -> frozenset[Task]:
-        """The tasks that wait for a message."""
-        return frozenset(need.after for need in self.program.dependencies if need.flow is not None)
+    def messages(self) -> dict[Task, float]:
+        """The tasks that wait for a message, and what it takes."""
+        needs = [need for need in self.program.dependencies if need.flow is not None]
+        return {need.after: self.program.delay(need, self.transfer) for need in needs}
 
 
 _Choice = tuple[float, Kind, int]
@@ -105,8 +108,9 @@ class _Clock:
         kinds = (Kind.F, Kind.B, Kind.I, Kind.W)
         self.cost = {(kind, s.index): chain.program.cost(Task(kind, s.index)) for kind in kinds for s in segments}
         delay = rule.delay * chain.mean
-        self.arrival = [delay * (Task(Kind.F, s.index) in chain.awaits) for s in segments]
-        self.departure = [delay * (Task(Kind.B, s.index) in chain.awaits) for s in segments]
+        slow = {task: max(delay, message) for task, message in chain.messages.items()}
+        self.arrival = [slow.get(Task(Kind.F, s.index), 0.0) for s in segments]
+        self.departure = [slow.get(Task(Kind.B, s.index), 0.0) for s in segments]
         size = len(chain.homes)
         self.room = [
             size - sum(chain.share[other] for other in chain.segments_of[place] if other >= segment) + _EPS

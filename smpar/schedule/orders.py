@@ -103,7 +103,9 @@ def in_turn(program: Program, microbatches: int) -> Schedule:
     )
 
 
-def make_schedule(name: str, program: Program, microbatches: int, active: int | None = None) -> Schedule:
+def make_schedule(
+    name: str, program: Program, microbatches: int, active: int | None = None, transfer_seconds: Transfer = 0.0
+) -> Schedule:
     """The schedule of that name, or its general form where the program does not fit or `active` is too little.
 
     =================== ======================================== ================ =======
@@ -124,6 +126,8 @@ def make_schedule(name: str, program: Program, microbatches: int, active: int | 
         microbatches: how many, at least 1.
         active: cap on the microbatches in flight on a rank, but for gpipe and fill_drain; None: an order's own, and
             ranks + 2 for list.
+        transfer_seconds: time of a message, for the orders that follow times (list, fill_drain, zb, zbv); as for
+            `smpar.schedule.times`.
 
     Raises:
         ScheduleNameError: no such name.
@@ -132,10 +136,10 @@ def make_schedule(name: str, program: Program, microbatches: int, active: int | 
     require_active(active)
     order = _order(name)
     if order.make and order.fits(program):
-        schedule = order.make(program, microbatches)
+        schedule = order.make(program, microbatches, transfer_seconds)
         if active is None or not order.capped or max(schedule.peak_in_flight()) <= active:
             return schedule
-    return order.general(program, microbatches, active)
+    return order.general(program, microbatches, active, transfer_seconds)
 
 
 def virtual_stages_of(name: str, asked: int = 0) -> int:
@@ -188,28 +192,37 @@ class _Order(NamedTuple):
         vee: whether a rank's stages lie in a V, and are as many as its default for certain.
     """
 
-    general: Callable[[Program, int, int | None], Schedule]
-    make: Callable[[Program, int], Schedule] | None = None
+    general: Callable[[Program, int, int | None, Transfer], Schedule]
+    make: Callable[[Program, int, Transfer], Schedule] | None = None
     fits: Callable[[Program], bool] = on_own_ranks
     capped: bool = True
     vee: bool = False
 
 
-def _fill_drain(program: Program, microbatches: int, active: int | None) -> Schedule:
-    return fill_drain(program, microbatches)
+def _fill_drain(program: Program, microbatches: int, active: int | None, transfer_seconds: Transfer) -> Schedule:
+    return fill_drain(program, microbatches, transfer_seconds)
 
 
-def _one_f_one_b(program: Program, microbatches: int, active: int | None) -> Schedule:
-    order = one_f_one_b if on_own_ranks(program) else list_schedule
-    return order(program, microbatches, active)
+def _one_f_one_b(program: Program, microbatches: int, active: int | None, transfer_seconds: Transfer) -> Schedule:
+    if on_own_ranks(program):
+        return one_f_one_b(program, microbatches, active)
+    return list_schedule(program, microbatches, active, transfer_seconds)
+
+
+def _gpipe(program: Program, microbatches: int, transfer_seconds: Transfer) -> Schedule:
+    return gpipe(program, microbatches)
+
+
+def _interleaved(program: Program, microbatches: int, transfer_seconds: Transfer) -> Schedule:
+    return interleaved_1f1b(program, microbatches)
 
 
 _ORDERS: dict[str, _Order] = {
-    "simple": _Order(_fill_drain, gpipe, capped=False),
-    "gpipe": _Order(_fill_drain, gpipe, capped=False),
+    "simple": _Order(_fill_drain, _gpipe, capped=False),
+    "gpipe": _Order(_fill_drain, _gpipe, capped=False),
     "1f1b": _Order(_one_f_one_b),
     "interleaved": _Order(_one_f_one_b),
-    "interleaved_1f1b": _Order(list_schedule, interleaved_1f1b, is_loop),
+    "interleaved_1f1b": _Order(list_schedule, _interleaved, is_loop),
     "zb": _Order(split_schedule, zero_bubble),
     "zbv": _Order(split_schedule, zbv, is_vee, vee=True),
     "list": _Order(list_schedule),

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from smpar.schedule.actions import Schedule
 from smpar.schedule.chains import is_vee, on_own_ranks, require_chain
 from smpar.schedule.filling import Chain, Rule, fill
-from smpar.schedule.program import Program
+from smpar.schedule.program import Program, Transfer
 from smpar.schedule.simulate import makespan, times
 
 _DELAY = 0.1
@@ -18,7 +18,7 @@ _DELAY = 0.1
 that much at each message; on two ranks in a V, leaving it costs nothing."""
 
 
-def zero_bubble(program: Program, microbatches: int) -> Schedule:
+def zero_bubble(program: Program, microbatches: int, transfer_seconds: Transfer = 0.0) -> Schedule:
     """1F1B with split backwards, of a chain with one segment per rank: ZB-H1 (arXiv 2401.10241, section 2.3).
 
     I takes the place of B, so gradients reach the earlier ranks sooner; the W's follow where the rank would idle. No
@@ -37,6 +37,7 @@ def zero_bubble(program: Program, microbatches: int) -> Schedule:
     Args:
         program: a chain.
         microbatches: how many, at least 1.
+        transfer_seconds: time of a message, as for `smpar.schedule.times`.
 
     Raises:
         ScheduleError: the program is no such chain, or `microbatches` is below one.
@@ -45,10 +46,10 @@ def zero_bubble(program: Program, microbatches: int) -> Schedule:
     ranks = len(program.segments)
     as_1f1b, free = tuple(range(ranks, 0, -1)), (microbatches,) * ranks
     rules = [Rule(as_1f1b, True, 1.0), Rule(as_1f1b, False, 0.0), Rule(free, False, 0.0)]
-    return _fastest("zb", program, microbatches, rules)
+    return _fastest("zb", program, microbatches, rules, transfer_seconds)
 
 
-def zbv(program: Program, microbatches: int) -> Schedule:
+def zbv(program: Program, microbatches: int, transfer_seconds: Transfer = 0.0) -> Schedule:
     """Two stages per rank in a V, backwards split: ZB-V (arXiv 2401.10241, section 6; arXiv 2405.15362).
 
     The first rank also holds the last stage, so its backwards start at once and every rank holds at most p
@@ -63,6 +64,7 @@ def zbv(program: Program, microbatches: int) -> Schedule:
     Args:
         program: a chain, one segment in each of 2p stages, stages r and 2p-1-r on rank r.
         microbatches: how many, at least 1.
+        transfer_seconds: time of a message, as for `smpar.schedule.times`.
 
     Raises:
         ScheduleError: the program is no such chain, or `microbatches` is below one.
@@ -78,18 +80,23 @@ def zbv(program: Program, microbatches: int) -> Schedule:
         Rule(free, True, 0.3, delay=0.2),
         Rule(free, False, 0.0, delay=0.3),
     ]
-    return _fastest("zbv", program, microbatches, rules)
+    return _fastest("zbv", program, microbatches, rules, transfer_seconds)
 
 
-def _fastest(name: str, program: Program, microbatches: int, rules: Sequence[Rule]) -> Schedule:
+def _fastest(name: str, program: Program, microbatches: int, rules: Sequence[Rule], transfer: Transfer) -> Schedule:
     """The fastest of one order per rule, no rank holding more than p microbatches.
 
-    Of equally fast ones, the one that is fastest when messages take a while.
+    Of equally fast ones, the one that is fastest when messages take a while longer.
     """
     chain = Chain(program)
-    orders = {fill(chain, microbatches, rule): None for rule in rules}
+    clocks = [chain] if transfer == 0.0 else [chain, Chain(program, transfer)]
+    orders = {fill(clock, microbatches, rule): None for clock in clocks for rule in rules}
     schedules = [Schedule(name, ranks) for ranks in orders]
-    ends = [makespan(times(schedule, program)) for schedule in schedules]
+    ends = [makespan(times(schedule, program, transfer)) for schedule in schedules]
     best = [s for s, end in zip(schedules, ends, strict=True) if end <= min(ends) * (1 + 1e-6)]
     delay = _DELAY * chain.mean
-    return min(best, key=lambda schedule: makespan(times(schedule, program, delay))) if best[1:] else best[0]
+
+    def slowed(nbytes: int, source: int, target: int) -> float:
+        return delay + (transfer(nbytes, source, target) if callable(transfer) else transfer)
+
+    return min(best, key=lambda schedule: makespan(times(schedule, program, slowed))) if best[1:] else best[0]

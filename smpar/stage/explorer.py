@@ -16,12 +16,13 @@ from torch import nn
 
 from smpar.errors import UnitMismatch, WriteIntoReplicated
 from smpar.stage import special
-from smpar.stage.layout import Late, Layout
+from smpar.stage.layout import Layout
 from smpar.stage.record import Backward, Event, MicrobatchProgram, Recorder, direct_meta
 from smpar.stage.run import Run, Wire
 from smpar.stage.tensor import StageTensor, shared
 from smpar.stage.views import family
 from smpar.trace import tree
+from smpar.trace.hidden import Hidden
 from smpar.trace.outcome import Meta, Out, Outcome, meta_of
 from smpar.trace.outcomes import Outcomes
 
@@ -43,6 +44,7 @@ class Explorer(Run):
         self.reads = 0
         self.in_turn = ""
         self.changed: Callable[[], bool] = bool  # whether glue has changed the state of modules so far
+        self.hidden = Hidden()  # what units leave in objects; while planning only
         self._last: dict[int, int] = {}  # rank -> its segment so far
         self._keepers: dict[nn.Module, int] = {}  # units with a state -> the segment of their last call
 
@@ -64,8 +66,11 @@ class Explorer(Run):
         return super().replicated(func, args, kwargs)
 
     def _unit_event(self, unit: nn.Module, args: Any, kwargs: Any, leaves: list[Any], spec: tree.Spec) -> Event:
+        self.hidden.show(unit)
         with self.plain():
             outcome = self.outcomes.of_unit(unit, leaves, spec)
+        if outcome.hidden and self.wire is None:
+            self.hidden.note(unit, self.layout.name(unit), spec, outcome.hidden)
         if outcome.varies and self.wire is None:
             raise ValueNeeded(f"{self.layout.name(unit)} gives shapes that depend on data")
         stage = self.layout.stage_of(unit)
@@ -148,25 +153,13 @@ class Explorer(Run):
 
     def _use(self, parameter: nn.Parameter, stage: int) -> None:
         self.used.setdefault(id(parameter), set()).add(stage)
-        holders = self.layout.holders[id(parameter)]
-        if stage not in holders:
-            taker = self.ranks[stage]
-            if self.layout.closed and taker not in self.layout.holding(parameter):
-                owner = self.layout.owner(parameter)
-                self.layout.late.append(Late(parameter, owner, taker, has_value=self.wire is not None))
-                if self.wire is not None:  # it is needed at once
-                    self._hand_over(parameter, owner, taker)
-            holders.add(stage)
-            if not self.layout.closed:
-                self.layout.parameter_home[id(parameter)] = min(holders)
-
-    def _hand_over(self, parameter: nn.Parameter, owner: int, taker: int) -> None:
-        assert self.wire is not None
-        meta = self.outcomes.runner.layout_of(parameter)
-        if self.rank == owner:
-            self.wire.send(taker, parameter.data, meta)
-        elif self.rank == taker:
-            parameter.data = self.wire.receive(owner, -1, meta)
+        late = self.layout.hold(parameter, stage, running=self.wire is not None)
+        if late is not None and self.wire is not None:  # it is needed at once
+            meta = self.outcomes.runner.layout_of(parameter)
+            if self.rank == late.owner:
+                self.wire.send(late.taker, parameter.data, meta)
+            elif self.rank == late.taker:
+                parameter.data = self.wire.receive(late.owner, -1, meta)
 
     def _enter_segment(self, segment: int) -> None:
         pass

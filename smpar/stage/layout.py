@@ -56,6 +56,7 @@ class Layout:
     hooks: dict[nn.Module, tuple[Any, Any]] = dataclasses.field(default_factory=dict)  # theirs, while a step runs
     late: list[Late] = dataclasses.field(default_factory=list)  # to be handed over
     closed: bool = False  # parameters live only with their holders now
+    joined: dict[int, set[int]] = dataclasses.field(default_factory=dict)  # parameter -> see holding_everywhere
     strides: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)  # of parameters, before that
 
     @classmethod
@@ -120,6 +121,58 @@ class Layout:
                 self.holders[keys[name]].update(stages)
         self.parameter_home.update({key: min(stages) for key, stages in self.holders.items()})
 
+    def hold(self, parameter: nn.Parameter, stage: int, running: bool = False) -> Late | None:
+        """Let a stage hold a parameter, too.
+
+        Args:
+            running: a microbatch runs, and reads it at once.
+
+        Returns:
+            what is to be handed over, if the stage's rank has not got it. It is noted in ``late``.
+        """
+        key, taker, late = id(parameter), self.ranks[stage], None
+        if stage in self.holders[key]:
+            return None
+        if not self.closed and not running:
+            self.holders[key].add(stage)
+            self.parameter_home[key] = min(self.holders[key])
+            return None
+        if taker not in self.holding(parameter):
+            self.joined.setdefault(key, set()).add(taker)  # other replicas may do without it there
+            if self.closed:
+                late = Late(parameter, self.owner(parameter), taker, has_value=running)
+                self.late.append(late)
+        self.holders[key].add(stage)
+        return late
+
+    def adapt(self, model: nn.Module) -> None:
+        """The user has changed the model since it was partitioned: find out what runs where, and who holds what now.
+
+        A module in a unit's place runs where that did; other new ones run where those before them do.
+        """
+        places = {name: self.units[m] for m, name in self.names.items() if m in self.units}
+        self.names = {m: n for n, m in model.named_modules()}
+        self.parameter_names = {id(p): n for n, p in model.named_parameters()}
+        last = 0
+        for unit in maximal_units(model, self.split):
+            if unit not in self.units:
+                self.units[unit] = places.get(self.names[unit], last)
+            last = self.units[unit]
+        present = {u: stage for u, stage in self.units.items() if u in self.names}
+        inside = {m for u in present for m in u.modules()}
+        self.split = {m for m in self.names if m not in inside}
+        used = [(p, stage) for u, stage in present.items() for p in u.parameters()]
+        used += [
+            (p, 0) for m in self.split for p in m._parameters.values() if p is not None and id(p) not in self.holders
+        ]
+        for p, stage in used:
+            if id(p) not in self.holders:
+                self.holders[id(p)], self.parameter_home[id(p)] = {stage}, stage
+                if 0 in p.stride():  # made of one that this rank has given up
+                    p.data = p.data.contiguous()
+                self.strides[id(p)] = tuple(p.stride())
+            self.hold(p, stage)
+
     @property
     def size(self) -> int:
         """Number of ranks."""
@@ -128,6 +181,10 @@ class Layout:
     def holding(self, parameter: torch.Tensor) -> tuple[int, ...]:
         """The ranks that hold a parameter of the model, ascending."""
         return tuple(sorted({self.ranks[stage] for stage in self.holders[id(parameter)]}))
+
+    def holding_everywhere(self, parameter: torch.Tensor) -> tuple[int, ...]:
+        """Those of them that hold it on every replica: others have come to since the replicas compared layouts."""
+        return tuple(rank for rank in self.holding(parameter) if rank not in self.joined.get(id(parameter), ()))
 
     def owner(self, parameter: torch.Tensor) -> int:
         """The rank that answers for a parameter of the model."""

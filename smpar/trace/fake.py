@@ -20,7 +20,9 @@ from torch._subclasses.fake_tensor import (
 from smpar.trace import tree
 from smpar.trace.convert import replacing
 from smpar.trace.draws import CountMode
+from smpar.trace.hidden import objects
 from smpar.trace.outcome import Cost, Meta, Out, Outcome, meta_of
+from smpar.trace.saved import Saved
 from smpar.trace.watch import Watch
 
 _Cached = type(functools.lru_cache(len))
@@ -163,23 +165,14 @@ class FakeRunner:
         given: list[torch.Tensor] = []
         spec = tree.flatten((args, kwargs), given)
         snapshot = tree.Snapshot()
+        others = objects(spec) if module is not None else []
+        held = [dict(other.__dict__) for other in others]
         for const in tree.constants(spec):
             if const.opaque and not isinstance(const.value, torch.nn.Module):
                 snapshot.add(const.value)
         watch = Watch(guess, module is not None, fewer)
         count = CountMode(lambda: watch.random)
-        saved: dict[int, int] = {}
-        kept: set[int] = set()
-
-        boxes: list[list[torch.Tensor]] = []
-
-        def pack(tensor: torch.Tensor) -> list[torch.Tensor]:
-            storage = tensor.untyped_storage()
-            if storage._cdata not in kept:
-                saved[storage._cdata] = storage.nbytes()
-            boxes.append([tensor])
-            return boxes[-1]
-
+        saved = Saved()
         quiet = logging.getLogger("torch._subclasses.fake_tensor")  # a refused operation is no news here
         was_disabled, quiet.disabled = quiet.disabled, True
         try:
@@ -190,33 +183,35 @@ class FakeRunner:
                 if module is not None:
                     left, filled, changed = stack.enter_context(self._twinned(module))
                     stack.enter_context(replacing())
-                    kept.update(self.twin(p).untyped_storage()._cdata for p in module.parameters())
+                    saved.aside.update(p.untyped_storage()._cdata for p in module.parameters())  # twins now
                 stack.enter_context(self.mode)
                 leaves, fakes = self._fakes(given)
                 versions = [f._version for f in fakes]
                 stack.enter_context(watch)
                 stack.enter_context(count)
-                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda box: box[0]))
+                stack.enter_context(saved.watching())
                 a, k = tree.unflatten(spec, fakes)
                 result = fn(*a, **k)
                 attributes, leaks, keeps = left(), filled(), changed()
+            hidden = tuple(
+                (i, name)
+                for i, (other, before) in enumerate(zip(others, held, strict=True))
+                for name, value in other.__dict__.items()
+                if isinstance(value, FakeTensor) and before.get(name) is not value
+            )
             mutates = _mutated(spec, fakes, (a, k))
             if mutates:
                 result = result, (a, k)
-            outcome = self._outcome(
-                result, attributes, leaves, fakes, versions, watch, count.calls, sum(saved.values())
-            )
-            outcome = dataclasses.replace(outcome, mutates=mutates, keeps=keeps)
+            outcome = self._outcome(result, attributes, leaves, fakes, versions, watch, count.calls, saved.nbytes)
+            outcome = dataclasses.replace(outcome, mutates=mutates, keeps=keeps, hidden=hidden)
             del result, attributes, leaves, fakes, a, k, left, filled, changed
             snapshot.restore()
             watch.forget()
-            for box in boxes:
-                box.clear()
+            saved.forget()
             leaks = _alive(watch.made or []) or leaks
             return dataclasses.replace(outcome, leaks=True) if leaks else outcome
         finally:
-            for box in boxes:  # an operation that saves its own result would keep it for ever
-                box.clear()
+            saved.forget()
             quiet.disabled = was_disabled
             snapshot.restore()
 

@@ -86,4 +86,5 @@ class Outcome:
     varies: bool = False
     mutates: bool = False  # it changes lists or dicts among its arguments; the result is (result, (args, kwargs)) then
     keeps: bool = False  # the unit changes a state of its own: buffers, or other attributes
+    hidden: tuple[tuple[int, str], ...] = ()  # tensors it leaves in objects: see smpar.trace.hidden
     borrowed: tuple[torch.nn.Parameter, ...] = ()  # parameters it uses that are neither its own nor arguments

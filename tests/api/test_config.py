@@ -78,6 +78,7 @@ def test_mistakes_are_errors_that_name_the_fix(given: dict[str, Any], words: lis
         {"shard_optimizer_state": True},
         {"sharded_data_parallel_degree": 2},
         {"offload_activations": True},
+        {"delayed_parameter_initialization": True},
     ],
 )
 def test_what_is_not_built_is_refused(given: dict[str, Any]) -> None:
@@ -99,7 +100,6 @@ def test_agreeing_alias_and_documented_keys_are_accepted() -> None:
             "sdp_gradient_clipping": 2.0,
             "static_mode": False,
             "fast_mode": True,
-            "delayed_parameter_initialization": True,
         }
     )
     assert config.default_partition == 1 and not config.static_mode

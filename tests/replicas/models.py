@@ -53,6 +53,18 @@ class Sometimes(Layers):
         return self.extra(x) if extra else x
 
 
+class Wandering(Layers):
+    """One parameter is always read at the start, one at the end; where ``extra`` says so, at the other end, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start, self.end = nn.Parameter(torch.randn(WIDTH)), nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor, extra: bool) -> Tensor:
+        x = super().forward(x * self.start * self.end if extra else x * self.start, extra)
+        return x * self.end + self.start if extra else x * self.end
+
+
 class Frozen(Layers):
     """Some parameters do not train."""
 

@@ -95,10 +95,11 @@ def test_buckets_follow_the_order_of_gradients() -> None:
 
 
 def test_ranks_that_share_parameters() -> None:
-    assert tied_groups({7: {0}, 8: {0, 2}, 9: {1, 2}, 4: {2, 0}, 5: (0, 1, 2)}) == {
-        (0, 1, 2): (5,),
+    holders = {7: {0}, 8: {0, 2}, 9: {1, 2}, 4: {2, 0}, 5: (0, 1, 2)}
+    assert tied_groups(holders, {7: 0, 8: 0, 9: 2, 4: 0, 5: 1}) == {
         (0, 2): (8, 4),
-        (1, 2): (9,),
+        (1, 0, 2): (5,),
+        (2, 1): (9,),
     }
 
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
+from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 from smpar.errors import FactorWritten
@@ -173,6 +174,115 @@ def test_hooks_on_the_way_to_a_weight(place: str, seed: int) -> None:
         grads[parted] = weight.grad
     torch.testing.assert_close(grads[True], grads[False])
     torch.testing.assert_close(noted[True], noted[False])
+
+
+def cast(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A product's right factor made of a weight, and the tensor in between that can be seen."""
+    made = weight.to(torch.float32)
+    return made.t(), made
+
+
+def turned_and_cast(weight: Tensor) -> tuple[Tensor, Tensor]:
+    turned = weight.t()
+    return turned.to(torch.float32), turned
+
+
+def on_tensor(made: Tensor, result: Tensor, notes: list[Tensor]) -> None:
+    made.register_hook(lambda g: notes.append(g.clone()) or 2 * g)  # type: ignore[func-returns-value]
+
+
+def on_node(made: Tensor, result: Tensor, notes: list[Tensor]) -> None:
+    assert made.grad_fn is not None
+    made.grad_fn.register_hook(lambda ins, outs: notes.append(outs[0].clone()))
+
+
+def before_node(made: Tensor, result: Tensor, notes: list[Tensor]) -> None:
+    assert made.grad_fn is not None
+    made.grad_fn.register_prehook(lambda outs: (3 * outs[0],))
+
+
+def on_product(made: Tensor, result: Tensor, notes: list[Tensor]) -> None:
+    assert result.grad_fn is not None
+    result.grad_fn.register_hook(lambda ins, outs: (ins[0], 2 * ins[1]))
+
+
+def before_product(made: Tensor, result: Tensor, notes: list[Tensor]) -> None:
+    assert result.grad_fn is not None
+    result.grad_fn.register_prehook(lambda outs: (5 * outs[0],))
+
+
+def on_several(made: Tensor, result: Tensor, notes: list[Tensor]) -> None:
+    def note(grads: Any) -> None:
+        notes.extend(g.clone() for g in grads if g is not None)  # torch tells each apart if one is the root
+
+    register_multi_grad_hook([made, result], note)
+
+
+def nothing(made: Tensor, result: Tensor, notes: list[Tensor]) -> None:
+    pass
+
+
+@pytest.mark.parametrize("make", [cast, turned_and_cast])
+@pytest.mark.parametrize("hook", [on_tensor, on_node, before_node, on_product, before_product, on_several, nothing])
+def test_hooks_between_a_weight_and_its_product(
+    make: Callable[[Tensor], tuple[Tensor, Tensor]], hook: Callable[[Tensor, Tensor, list[Tensor]], None], seed: int
+) -> None:
+    torch.manual_seed(seed)
+    first, start = torch.randn(2, 3, WIDTH)
+    weights = [nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.float64))] * 2
+    weights[1] = nn.Parameter(weights[0].detach().clone())
+    noted: tuple[list[Tensor], list[Tensor]] = ([], [])
+    inputs = [first.clone().requires_grad_() for _ in range(2)]
+    for weight, x, notes in zip(weights, inputs, noted, strict=True):
+        factor, made = make(weight)
+        y = torch.mm(x, factor)
+        hook(made, y, notes)
+        if weight is weights[0]:
+            products = backward.of_inputs([get_gradient_edge(y)], [start])
+            if make is cast:
+                assert len(products) == (hook in (nothing, before_product))
+            backward.of_weights(products)
+        else:
+            y.backward(start)
+    torch.testing.assert_close(weights[0].grad, weights[1].grad)
+    torch.testing.assert_close(inputs[0].grad, inputs[1].grad)
+    torch.testing.assert_close(noted[0], noted[1])
+    assert bool(noted[0]) == (hook in (on_tensor, on_node, on_several))
+
+
+def scaled(layer: nn.Module) -> None:
+    class Scaled(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return 2 * weight
+
+    parametrize.register_parametrization(layer, "weight", Scaled())
+
+
+def turned(layer: nn.Module) -> None:
+    class Turned(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return weight.transpose(0, 1)
+
+    parametrize.register_parametrization(layer, "weight", Turned())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [scaled, turned, parametrizations.weight_norm, parametrizations.spectral_norm, parametrizations.orthogonal],
+)
+def test_weights_that_are_made_of_others(change: Callable[[nn.Module], Any], seed: int) -> None:
+    torch.manual_seed(seed)
+    layer = nn.Linear(WIDTH, WIDTH).double()
+    change(layer)
+    other = copy.deepcopy(layer)
+    x = torch.randn(3, WIDTH, dtype=torch.float64)
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    results = [m(i) for m, i in zip((layer, other), inputs, strict=True)]
+    start = torch.randn_like(x)
+    backward.of_weights(backward.of_inputs([get_gradient_edge(results[0])], [start]))
+    results[1].backward(start)
+    torch.testing.assert_close(inputs[0].grad, inputs[1].grad)
+    compare(layer, other)
 
 
 def test_a_gradient_that_is_a_view_of_what_a_product_keeps(seed: int) -> None:

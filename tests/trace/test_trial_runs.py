@@ -25,6 +25,47 @@ def shapes(outcome: Outcome) -> list[tuple[int, ...]]:
     return [place.meta.shape for place in outcome.places if isinstance(place, Out)]
 
 
+# ---- what is saved for a backward ------------------------------------------------------------------------------
+
+
+class Unhooked(nn.Module):
+    """Allows no hooks on saved tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+            return torch.tanh(self.layer(x))
+
+
+class Slopes(nn.Module):
+    """Uses torch.func, which allows none either."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.func.vmap(torch.func.grad(lambda row: torch.tanh(self.layer(row)).sum()))(x) + self.layer(x)
+
+
+def test_saved_tensors_are_counted_where_hooks_on_them_are_not_allowed() -> None:
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    x = torch.randn(3, 4, requires_grad=True)
+    saved = trial(plain, x).cost.saved
+    assert saved == 2 * 3 * 4 * 4  # bytes of the layer's input, and of tanh's result; the weight is not saved for it
+    assert trial(Unhooked(), x).cost.saved == saved
+    assert trial(Slopes(), x).cost.saved > 0
+    with torch.autograd.graph.disable_saved_tensors_hooks("nowhere"):
+        assert trial(plain, x).cost.saved == trial(Unhooked(), x).cost.saved == saved
+        with pytest.raises(RuntimeError, match="nowhere"), torch.autograd.graph.save_on_cpu():
+            pass
+    with torch.autograd.graph.save_on_cpu(), pytest.raises(RuntimeError, match="not here"):
+        Unhooked()(x)  # allowed again, and refused again
+
+
 # ---- values that depend on shapes only -------------------------------------------------------------------------
 
 
