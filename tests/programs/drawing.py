@@ -156,8 +156,6 @@ class _Writer:
         if name == "add_" and self.family.get(used[1], -1) == self.family[target]:
             return  # memory that overlaps itself
         family = [i for i, f in self.family.items() if f == self.family[target]]
-        if name == "add_" and used[1] in self.live and target not in self.live and len(family) > 1:
-            return  # smpar does not tell the others that share the memory of the gradient it brings
         self.ops.append(Op(name, used, value=self.value()))
         if any(i in self.live for i in used):  # all of the family has its gradient from now on
             self.live.update(family)
