@@ -194,9 +194,16 @@ def rebind(tensor: StageTensor, meta: Meta, stage: int, ident: int, segment: int
 
 
 def become(tensor: torch.Tensor, other: StageTensor) -> None:
-    """Turn a replicated tensor that glue made into a stage tensor: the same Python object, with another content."""
+    """Turn a replicated tensor that glue made into a stage tensor: the same Python object, with another content.
+
+    Raises:
+        WriteIntoReplicated: others have its memory, and would not see what is written.
+    """
     with NoSubclass():
+        memory = tensor.untyped_storage()
+        if torch._C._storage_Use_Count(memory._cdata) > 2:  # its own, and `memory`
+            raise WriteIntoReplicated("a plain tensor of which views or aliases exist")
         try:
             torch.utils.swap_tensors(tensor, other)
         except RuntimeError as error:  # a view of it exists, which would not see what is written
-            raise WriteIntoReplicated("a plain tensor of which views exist") from error
+            raise WriteIntoReplicated("a plain tensor of which views or aliases exist") from error

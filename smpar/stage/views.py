@@ -16,6 +16,7 @@ All of a family see what is written; only those who are kin (for autograd, views
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 
@@ -53,6 +54,11 @@ def told(tensor: StageTensor) -> list[StageTensor]:
         else:
             with NoSubclass():
                 other.requires_grad_(True)
+            if (
+                other.value is not None
+            ):  # a view looks for its gradient when asked; until then torch lets nobody write it
+                with contextlib.suppress(RuntimeError):  # of several views at once, which torch lets nobody use now
+                    _ = other.value.grad_fn
             joining.append(other)
     return joining
 

@@ -308,6 +308,51 @@ def chunks_without_gradient(m: Any, x: Tensor) -> Tensor:
     return wide(p, 0) + wide(q, 4) * m.d(s) + rows[2].unsqueeze(1) + wide(part)
 
 
+# -- tensors that every rank has ------------------------------------------------------------------
+
+
+@views
+def into_plain_tensors(m: Any, x: Tensor) -> Tensor:
+    s = torch.zeros_like(x)
+    s.add_(m.c(x))
+    v = s[:, 1:3]
+    s.add_(m.a(x))
+    return m.d(wide(v))
+
+
+def into_viewed_plain_tensors(m: Any, x: Tensor) -> Tensor:
+    s = torch.zeros_like(x)
+    v = s[:, 1:3]
+    s.add_(m.a(x))
+    return m.d(wide(v) + s)
+
+
+def into_aliased_plain_tensors(m: Any, x: Tensor) -> Tensor:
+    s = torch.zeros_like(x)
+    v = s.detach()
+    s.add_(m.a(x))
+    return m.d(v + s)
+
+
+views(into_viewed_plain_tensors, refused="WriteIntoReplicated")
+views(into_aliased_plain_tensors, refused="WriteIntoReplicated")
+
+
+# -- programs that nobody knows beforehand --------------------------------------------------------
+
+
+@views
+def where_values_decide(m: Any, x: Tensor) -> Tensor:
+    s, k = quiet(m, x), m.a(x)
+    v, alias = s[:, 1:5], s.detach()
+    if float(k.detach().abs().max()) >= 0:
+        s.add_(k)
+    w = v[:, 1:]
+    w.add_(m.b(x)[:, :3])
+    m.r(v)
+    return m.d(wide(v) + alias) + wide(w)
+
+
 # -- units and memory -----------------------------------------------------------------------------
 
 
