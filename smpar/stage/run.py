@@ -79,7 +79,7 @@ class Run(abc.ABC):
         self._parameters: dict[int, StageTensor] = {}
         # what the backward of this rank's segments needs
         self.leaves: dict[tuple[int, int], torch.Tensor] = {}
-        self.outputs: dict[int, GradientEdge] = {}
+        self.outputs: dict[int, GradientEdge | None] = {}  # None: its gradient ends here
         self.roots: dict[int, list[tuple[GradientEdge, torch.Tensor]]] = {}
         self.products: dict[int, list[Any]] = {}  # segment -> what its backward of weights has to do
 
@@ -197,7 +197,7 @@ class Run(abc.ABC):
             if type(t) is StageTensor:
                 if t.owner != number:
                     raise OtherMicrobatch(self.layout.name(target))
-                if t.spoilt and torch.is_grad_enabled() and type(target) is not Together:
+                if t.spoilt and torch.is_grad_enabled() and type(target) is not Together and target not in _DETACHING:
                     raise BlindView(self.layout.name(target))
             elif type(t) is nn.Parameter and id(t) in holders:
                 leaves[i] = self.wrap(t)
@@ -294,7 +294,7 @@ class Run(abc.ABC):
         assert value is not None
         # a view of a parameter made under no_grad requires gradients, but has no node, and nothing flows back to it
         if value.requires_grad and not tensor.spoilt and (value.grad_fn is not None or torch.is_grad_enabled()):
-            self.outputs[flow.tensor] = get_gradient_edge(value)
+            self.outputs[flow.tensor] = None if tensor.muted else get_gradient_edge(value)
         target = self._rank_of(flow.target)
         if flow.forward and target != self.rank:
             assert self.wire is not None
@@ -463,6 +463,7 @@ class Run(abc.ABC):
         return Plain(self.mode)
 
 
+_DETACHING = (torch.Tensor.detach, torch.detach)
 ONE = tree.flatten(((torch.empty(0),), {}), [])  # the commonest arguments: one tensor
 
 

@@ -82,7 +82,7 @@ class Together:
     muted: tuple[bool, ...]
     layouts: tuple[tuple[tuple[int, ...], int], ...]
 
-    __qualname__ = "a write into memory that tensors share"  # for messages
+    __name__ = "a write into memory that tensors share"  # for messages
 
     @classmethod
     def of(cls, members: Sequence[StageTensor], stage: int) -> Together:

@@ -206,6 +206,16 @@ def views_without_gradient(m: Any, x: Tensor) -> Tensor:
 
 
 @views
+def views_without_gradient_of_what_has_one(m: Any, x: Tensor) -> Tensor:
+    s, k = m.c(x) * 0.5, m.a(x)
+    with torch.no_grad():
+        v = s[:, 1:3]
+    before = m.d(wide(v)) + m.b(wide(v)) + wide(v)
+    s.add_(k)
+    return m.d(s) + before
+
+
+@views
 def views_without_gradient_used_without(m: Any, x: Tensor) -> Tensor:
     s, k = quiet(m, x), m.a(x)
     with torch.no_grad():
@@ -214,6 +224,7 @@ def views_without_gradient_used_without(m: Any, x: Tensor) -> Tensor:
     s.add_(k)
     with torch.no_grad():
         late = m.d(wide(v)) + wide(w)
+    late = late + wide(v.detach())
     s.add_(m.b(x))
     with torch.no_grad():
         later = wide(v) + m.b(wide(w))
