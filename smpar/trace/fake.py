@@ -270,7 +270,7 @@ class FakeRunner:
                 frozenset(_reached(tensor, marks)),
                 frozenset(i for i, _ in near),
                 frozenset(i for i, other in near if _viewed(other) is _viewed(tensor)),
-                int(tensor.storage_offset()) if near else 0,
+                int(tensor.storage_offset()) if tensor.layout is torch.strided else 0,
             )
 
         written_outs = tuple((i, out(fakes[i])) for i in written)

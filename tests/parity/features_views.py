@@ -29,7 +29,7 @@ class Fork(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         h = self.linear(x) * 1.0
-        return h[:, :5], h.detach(), h[:, 3:]
+        return h[:, 1:6], h.detach(), h[:, 3:]
 
 
 class Part(nn.Module):
@@ -406,4 +406,6 @@ def a_unit_gives_views(m: Any, x: Tensor) -> Tensor:
     k = m.b(x)
     v.add_(k[:, :5])
     w.mul_(1.5)
-    return m.d(wide(v, 0)) + alias + wide(w, 3) * 2
+    late = m.d(wide(v))
+    alias.add_(m.a(late))
+    return late + alias + wide(w, 3) * 2
