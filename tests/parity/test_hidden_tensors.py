@@ -59,7 +59,7 @@ def make(reader: int | None, glue: bool, seed: int) -> nn.Module:
 
 def loss_of(model: nn.Module, seed: int) -> float:
     x = torch.randn(4, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    return float(model(x).square().mean())
+    return float(model(x).square().mean().detach())
 
 
 def trained(reader: int | None, glue: bool, pinned: bool, seed: int) -> float:
