@@ -25,8 +25,8 @@ def family(generator: torch.Generator, origin: Tensor) -> Family:
     for _ in range(5):
         group = some(2)
         rows, columns, step = 1 + some(3), 1 + some(3), 1 + some(3)
-        start = some(SIZE - (rows - 1) * 4 - (columns - 1) * step)
-        members.append(roots[group].as_strided((rows, columns), (4, step), start))
+        start = some(SIZE - (rows - 1) * 8 - (columns - 1) * step)
+        members.append(roots[group].as_strided((rows, columns), (8, step), start))
         groups.append(group)
     members.append(base[some(SIZE)].expand(3))
     groups.append(0)
