@@ -42,11 +42,11 @@ def arrived(tensor: Tensor) -> Tensor:
 
 def rewrite(members: list[Tensor], generator: torch.Generator, brought: list[Tensor]) -> Tensor:
     """Write into some of them, what has a gradient, too; a sum in which all have a part."""
+    single = [m for m in members if 0 not in m.stride()]  # torch refuses to write into repeated elements
     for fresh in brought:
-        i = int(torch.randint(len(members), (1,), generator=generator))
+        target = single[int(torch.randint(len(single), (1,), generator=generator))]
         _ = [m.grad_fn for m in members]  # until it is asked for it, torch lets nobody write into a view
-        if 0 not in members[i].stride():
-            members[i].mul_(0.7).add_(fresh.flatten()[: members[i].numel()].view(members[i].shape))
+        target.mul_(0.7).add_(fresh[: target.numel()].view(target.shape))
     weights = [torch.randn(m.shape, generator=generator, dtype=m.dtype) for m in members]
     return torch.stack([(m * w).sum() for m, w in zip(members, weights, strict=True)]).sum()
 
