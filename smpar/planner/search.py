@@ -5,8 +5,9 @@
     degrees, by lower bound ──▶ placements x schedules ──▶ exact cuts ──▶ simulate ──▶ keep the best
          stop: the bound is above all kept       too large: shard, recompute        then: move cuts, recompute less
 
-The lower bound is the work of all microbatches spread over the fastest devices, without bubbles, messages and
-reductions: what it cuts off cannot be among the best.
+The lower bound is the work of all microbatches spread over the fastest devices, and the reduction of their gradients
+over the fastest links, without bubbles and messages: what it cuts off cannot be among the best. So that it cuts off
+much, the degrees that a simple guess likes best come before all others.
 """
 
 from __future__ import annotations
@@ -28,8 +29,12 @@ from smpar.planner.strategy import Strategy
 Progress = Callable[[int, int, float], None]
 """Called now and then with: degrees done, degrees in all, best seconds so far (infinity before the first)."""
 
-_PLACED = 3
+_PROMISING = 48
+"""So many degrees are tried first, those thought to be fastest; what is found lets the bound exclude most others."""
+_PLACED = 2
 """Of the placements of some degrees, how many are tried under every schedule: the fastest under the first."""
+_SAMPLED, _HOPELESS = 4, 1.3
+"""After so many placements the others are left out, if the fastest is slower by that factor than all plans kept."""
 _REFINED = 3  # of the best strategies, whose cuts are moved to and fro
 
 
@@ -100,26 +105,29 @@ class _Search:
         self.worst_kept = float("inf")
         self.speeds: dict[tuple[int, int], tuple[list[tuple[float, int]], float]] = {}
         self.counts: Counter[str] = Counter()
+        self.done: set[int] = set()
         self.frontier: dict[int, float] = {}
         self.by_degrees: dict[tuple[int, int, int], float] = {}
         self.nearest: tuple[float, Strategy] | None = None  # of those too large, the one that lacks least
 
     def run(self) -> Plans:
         started = time.perf_counter()
-        cases = sorted(((self._bound(d), i, d) for i, d in enumerate(self._degrees())), key=lambda case: case[:2])
+        cases = sorted(((*self._bound(d), i, d) for i, d in enumerate(self._degrees())), key=lambda case: case[:3])
         if not cases:
             raise self._nothing_allowed()
-        complete = True
+        complete, done = True, 0
         try:
-            for number, (bound, _, case) in enumerate(cases):
+            promising = sorted(cases, key=lambda case: case[1:3])[:_PROMISING]
+            for bound, _, index, case in (*promising, *cases):
                 if self.progress is not None:
-                    self.progress(
-                        number, len(cases), min((f.seconds for f in self.best.values()), default=float("inf"))
-                    )
-                if bound >= self.worst_kept:
-                    self.counts["bounded"] += len(cases) - number
+                    self.progress(done, len(cases), min((f.seconds for f in self.best.values()), default=float("inf")))
+                if bound >= self.worst_kept and done >= len(promising):
+                    self.counts["bounded"] += len(cases) - done
                     break
-                self._try(case)
+                if index not in self.done:
+                    self.done.add(index)
+                    done += 1
+                    self._try(case)
             self._refine()
         except KeyboardInterrupt:
             if not self.best:
@@ -152,8 +160,11 @@ class _Search:
         tensor = tensor if self.model.runtime.tensor else tensor & {1}
         return degrees(cluster, profile.size, tuple(tensor), self.batch, self.constraints)
 
-    def _bound(self, case: Degrees) -> float:
-        """Seconds that a step takes at least: all work spread over the fastest devices, or one microbatch's way."""
+    def _bound(self, case: Degrees) -> tuple[float, float]:
+        """Seconds that a step takes at least: all work spread over the fastest devices, or one microbatch's way.
+
+        And a guess of what it will take: with the bubble of 1F1B.
+        """
         key = case.tp, case.microbatch
         if key not in self.speeds:
             self.speeds[key] = self._speeds(*key)
@@ -162,7 +173,21 @@ class _Search:
         for speed, slots in speeds:
             taken = min(slots, left)
             used, left = used + taken * speed, left - taken
-        return max(way, case.dp * case.microbatches / used) if used else float("inf")
+        if not used:
+            return float("inf"), float("inf")
+        computing, reducing = case.dp * case.microbatches / used, self._reduction(case)
+        ramp = (case.pp - 1) / case.microbatches
+        return max(way, computing + reducing), computing * (1 + ramp) + reducing
+
+    def _reduction(self, case: Degrees) -> float:
+        """Seconds of the reduction of evenly spread gradients over the fastest links, at least."""
+        nodes, runtime = self.model.cluster.nodes, self.model.runtime
+        inside = case.dp <= max(node.count // case.tp for node in nodes)
+        if case.dp == 1 or inside or self.model.cluster.matrix is not None:
+            return 0.0
+        rate = max(node.nic.bandwidth for node in nodes)
+        held = self.model.flow.parameters_of(0, self.model.profile.size, case.tp) / case.pp
+        return 2 * (case.dp - 1) / case.dp * held * runtime.reduced / rate
 
     def _speeds(self, tp: int, microbatch: int) -> tuple[list[tuple[float, int]], float]:
         """What device types do, fastest first, and the least time of one microbatch.
@@ -192,12 +217,16 @@ class _Search:
         first, *others = names
         tried: list[tuple[float, int, tuple[int, ...], _Thrift | None]] = []
         for devices in placements(self.model.cluster, case.tp, case.pp, case.dp, known):
+            if len(tried) >= _SAMPLED and min(tried)[0] > _HOPELESS * self.worst_kept:
+                break
             if {self.model.cluster.type_of(device).name for device in devices} <= speeds.keys():
                 seconds, thrift = self._try_thrift(case, devices, *first)
                 tried.append((seconds, len(tried), devices, thrift))
-        for _, _, devices, thrift in sorted(tried)[:_PLACED]:
+        for simple, _, devices, thrift in sorted(tried)[:_PLACED]:
+            vain: set[str] = set()
             for name, virtual in others:
-                self._try_thrift(case, devices, name, virtual, thrift)
+                if name not in vain and self._try_thrift(case, devices, name, virtual, thrift)[0] >= simple:
+                    vain.add(name)  # more virtual stages will not help where fewer did not
 
     def _hopeless(self, strategy: Strategy) -> float | None:
         """Seconds at least, if even stages on devices as fast as these in all would be too slow."""

@@ -20,6 +20,8 @@ from smpar.schedule import virtual_stages_of
 
 VIRTUAL = (2, 3, 4)
 """Numbers of virtual stages that are tried where a schedule leaves the choice."""
+_SMALL = 64
+"""Up to so many devices all pipeline degrees are tried."""
 _PERMUTED = 4
 """Up to so many device types all orders are tried, beyond only by speed."""
 
@@ -130,12 +132,22 @@ def degrees(
         for dp in divisors(global_batch):
             if dp > slots or not constraints.allows("dp", dp):
                 continue
-            for pp in range(1, min(layers, slots // dp) + 1):
+            for pp in _depths(min(layers, slots // dp), cluster.size):
                 if not constraints.allows("pp", pp) or not constraints.allows("devices", tp * pp * dp):
                     continue
                 for microbatch in divisors(global_batch // dp):
                     if constraints.allows("microbatch", microbatch):
                         yield Degrees(tp, pp, dp, microbatch, global_batch // (dp * microbatch))
+
+
+def _depths(most: int, devices: int) -> Iterator[int]:
+    """Pipeline degrees to try: all on small clusters; on large ones, where neighbours are alike, 1 2 3 4 6 8 12 ..."""
+    for pp in range(1, most + 1):
+        rest = pp
+        while rest % 2 == 0:
+            rest //= 2
+        if devices <= _SMALL or rest in (1, 3):
+            yield pp
 
 
 def schedules(pp: int, layers: int, constraints: Constraints, named: tuple[str, ...]) -> Iterator[tuple[str, int]]:
