@@ -314,7 +314,10 @@ class _Case:
         forward, backward, weight = (np.diff(row[edges]) for row in (rows.forward, rows.backward, rows.weight))
         if strategy.recompute:
             backward = backward + forward * strategy.recompute
-        return forward.tolist(), backward.tolist(), np.minimum(weight, backward).tolist()  # sums are rounded
+        weight = np.minimum(weight, backward)  # sums are rounded
+        runtime = self.model.runtime
+        glue = runtime.action + runtime.unit * self.model.profile.size / strategy.virtual_stages
+        return (forward + glue).tolist(), (backward + runtime.action).tolist(), weight.tolist()
 
     def prediction(self) -> Prediction:
         strategy, runtime, net = self.strategy, self.model.runtime, self.net
@@ -392,11 +395,10 @@ class _Case:
 
     def _step(self, rank: int) -> float:
         """Seconds of the optimizer on a device of that rank."""
-        parts = self.strategy.dp if self.strategy.shard_optimizer else 1
-        seconds = (
-            self.held[rank] * self.model.runtime.step / parts / (self.net.bandwidths[rank] * self.model.runtime.memory)
-        )
-        return seconds + self._gathering(rank)
+        runtime, parts = self.model.runtime, self.strategy.dp if self.strategy.shard_optimizer else 1
+        seconds = self.held[rank] * runtime.step / parts / (self.net.bandwidths[rank] * runtime.memory)
+        layers = sum(b - a for (a, b), r in zip(self.intervals, self.ranks, strict=True) if r == rank)
+        return seconds + layers * runtime.launches + self._gathering(rank)
 
     def _gathering(self, rank: int) -> float:
         """Seconds in which replicas that share the optimizer's work tell each other the new parameters."""

@@ -23,7 +23,10 @@ class Runtime:
         tied: bytes of a tied parameter's gradient in the sum over its stages.
         blocking: the sender of a message computes nothing until it has gone out.
         step: bytes that the optimizer's step reads and writes per parameter.
+        launches: seconds of launching the optimizer's kernels, for each layer of a rank.
         message_seconds: from one rank's asking to the message's first byte, beyond the link's own latency.
+        action: seconds of a forward or backward of one stage that no kernel takes (Python, looking up what is due).
+        unit: seconds of Python for each layer of the model in each forward, on every rank: all run the model's glue.
         fixed: seconds of each step that nothing else explains (its Python, checks among all ranks).
         nic: the part of a network card's stated rate that is reached between nodes.
         nic_most: bytes per second that one card moves at most, however fast it is said to be.
@@ -48,6 +51,9 @@ class Runtime:
     nic: float
     intra: float
     reserve: float
+    action: float = 0.0
+    unit: float = 0.0
+    launches: float = 0.0
     nic_most: float = float("inf")
     memory: float = 0.85
     schedules: tuple[str, ...] = ("1f1b", "interleaved_1f1b", "zb", "zbv")
@@ -61,9 +67,11 @@ class Runtime:
         return self.weight + self.gradient + self.optimizer
 
 
+# Measured on CPUs (`scripts/bench host` shows where it goes): host seconds of an action, of a layer in a forward and in
+# the optimizer's step (AdamW, some tensors each), and of a step (ranks compare what they are about to run, barriers).
 SMPAR = Runtime(
     weight=4, gradient=4, optimizer=8, message=4, reduced=4, tied=4, blocking=False, step=28, message_seconds=1e-4,
-    fixed=1e-3, nic=0.9, intra=0.8, reserve=0.0,
+    action=2.5e-4, unit=4.5e-5, launches=1e-4, fixed=1.5e-3, nic=0.9, intra=0.8, reserve=0.0,
 )  # fmt: skip
 # Counted: half-precision weight 2 and gradient 2; fp32 copy and Adam's two moments 12, flat buffers of the reduction in
 # half and full precision 6; step: flatten and cast, norm, unscale, Adam (reads 16, writes 12), copy back.

@@ -293,7 +293,11 @@ class _Search:
         if least >= self.worst_kept:
             self.counts["bounded"] += 1
             return least
-        return self._consider(replace(strategy, cuts=cuts.cuts))
+        seconds = self._consider(replace(strategy, cuts=cuts.cuts))
+        if seconds == float("inf") and virtual > 1:
+            cuts = self.balancer.cuts(strategy, thorough=True)
+            seconds = self._consider(replace(strategy, cuts=cuts.cuts)) if cuts is not None else seconds
+        return seconds
 
     def _consider(self, strategy: Strategy) -> float:
         prediction = self.model.predict(strategy)
@@ -329,6 +333,11 @@ class _Search:
 
     def _refine(self) -> None:
         """Move single cuts of the best strategies, and recompute less, as long as that helps."""
+        for found in sorted(self.best.values(), key=lambda f: f.seconds)[: self.keep]:
+            if found.strategy.virtual_stages > 1:
+                cuts = self.balancer.cuts(found.strategy, thorough=True)
+                if cuts is not None:
+                    self._consider(replace(found.strategy, cuts=cuts.cuts))
         for found in sorted(self.best.values(), key=lambda f: f.seconds)[:_REFINED]:
             here = found
             while (better := self._neighbour(here)) is not None:

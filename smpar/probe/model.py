@@ -14,6 +14,7 @@ from torch import nn
 from smpar.errors import CommandError
 from smpar.planner.profile import Layer, Profile, Tensor, Tied, Times
 from smpar.probe.devices import device_name
+from smpar.probe.whole import whole_seconds
 from smpar.runtime.measure import Measurer
 from smpar.runtime.measure import Times as Measured
 from smpar.runtime.module_graph import open_until_even, run
@@ -24,6 +25,7 @@ from smpar.trace.fake import FakeRunner
 from smpar.trace.outcomes import Outcomes
 
 _ENOUGH = 0.2  # seconds of timing one call
+_ENOUGH_WHOLE = 1.0  # and the whole model
 
 
 def profile_model(
@@ -38,7 +40,7 @@ def profile_model(
     """Measure a model on a device, where it stays.
 
     Layers are the units of `smpar.module_graph`, found at the largest size, whose bytes count, too. Times are of each
-    unit alone, on random inputs; equal units are measured once.
+    unit alone, on random inputs, scaled so that they add up to the whole model's; equal units are measured once.
 
     Args:
         model: in the mode (``train`` or ``eval``) that matters.
@@ -77,7 +79,7 @@ def profile_model(
                         f"others at {size} than at {sizes[-1]} samples",
                         f"leave {size} out of the sizes",
                     )
-                rows.append(measurer.times(seen))
+                rows.append(_adding_up(measurer.times(seen), whole_seconds(fn, call, model, device, _ENOUGH_WHOLE)))
                 done()
     times = Times(
         device_name(device),
@@ -86,6 +88,13 @@ def profile_model(
         *(tuple(tuple(getattr(t, part) for t in row) for row in rows) for part in ("forward", "backward", "weight")),
     )
     return Profile(layers_of(model, even, sizes[-1]), tensors_of(even, sizes[-1]), (times,), tied_of(even))
+
+
+def _adding_up(row: Sequence[Measured], whole: tuple[float, float]) -> list[Measured]:
+    """Times of units scaled to the whole model's: between them lie glue, cold caches and the sums of gradients."""
+    forward, backward = sum(t.forward for t in row), sum(t.backward for t in row)
+    more = [w / part if w > 0.0 and part > 0.0 else 1.0 for w, part in zip(whole, (forward, backward), strict=True)]
+    return [Measured(t.forward * more[0], t.backward * more[1], t.weight * more[1]) for t in row]
 
 
 def at_size(size: int, trace: Callable[[], Explored]) -> Explored:
