@@ -293,18 +293,19 @@ class _Search:
         if least >= self.worst_kept:
             self.counts["bounded"] += 1
             return least
-        seconds = self._consider(replace(strategy, cuts=cuts.cuts))
-        if seconds == float("inf") and virtual > 1:
-            cuts = self.balancer.cuts(strategy, thorough=True)
-            seconds = self._consider(replace(strategy, cuts=cuts.cuts)) if cuts is not None else seconds
-        return seconds
+        prediction = self._consider(replace(strategy, cuts=cuts.cuts))
+        if not prediction.fits and virtual > 1 and prediction.seconds < self.worst_kept:  # worth cuts made with care
+            careful = self.balancer.cuts(strategy, thorough=True)
+            prediction = self._consider(replace(strategy, cuts=careful.cuts)) if careful is not None else prediction
+        return prediction.seconds if prediction.fits else float("inf")
 
-    def _consider(self, strategy: Strategy) -> float:
+    def _consider(self, strategy: Strategy) -> Prediction:
+        """Predict a strategy, and keep it if it fits and is good."""
         prediction = self.model.predict(strategy)
         self.counts["simulated"] += 1
         if not prediction.fits:
             self._missed(strategy, prediction)
-            return float("inf")
+            return prediction
         found = _Found(strategy, prediction)
         self._note(found)
         before = self.best.get(found.kind)
@@ -312,7 +313,7 @@ class _Search:
             self.best[found.kind] = found
             if len(self.best) >= self.keep:
                 self.worst_kept = heapq.nsmallest(self.keep, (f.seconds for f in self.best.values()))[-1]
-        return found.seconds
+        return prediction
 
     def _note(self, found: _Found) -> None:
         """The best seconds with so many devices, and with such degrees."""
