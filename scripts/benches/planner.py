@@ -7,6 +7,7 @@
     search      CPU seconds of searches: AMP's space on its clusters, the whole space there, 1024 devices of three types
     plans       our plan against each baseline's on even and uneven clusters, simulated
     executed    emulated on local processes that sleep: predicted against executed; our plan against Megatron's rule's
+    real        the quickstart's model on two processes, after smpar probe and smpar profile: predicted against measured
 
 Where figures depend on chance (``exact``, ``executed``), ``--seed`` repeats them.
 """
@@ -177,6 +178,12 @@ def executed(context: Context) -> dict[str, Figures]:
     return {"executed_error": errors, "vs_megatron": {"executed": theirs / ours}}
 
 
+def real(context: Context) -> dict[str, Figures]:
+    from benches._real import real_errors
+
+    return {"real_error": dict(real_errors())}
+
+
 PARTS: dict[str, Callable[[Context], dict[str, Figures]]] = {
     "fit": fit,
     "leave_out": leave_out_,
@@ -185,6 +192,7 @@ PARTS: dict[str, Callable[[Context], dict[str, Figures]]] = {
     "search": search_,
     "plans": plans,
     "executed": executed,
+    "real": real,
 }
 
 
