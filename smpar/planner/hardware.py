@@ -71,7 +71,7 @@ class Runtime:
 # the optimizer's step (AdamW, some tensors each), and of a step (ranks compare what they are about to run, barriers).
 SMPAR = Runtime(
     weight=4, gradient=4, optimizer=8, message=4, reduced=4, tied=4, blocking=False, step=28, message_seconds=1e-4,
-    action=2.5e-4, unit=4.5e-5, launches=1e-4, fixed=1.5e-3, nic=0.9, intra=0.8, reserve=0.0,
+    action=2.5e-4, unit=4.5e-5, launches=1e-4, fixed=1.5e-3, nic=0.9, intra=0.8, reserve=GIB,
 )  # fmt: skip
 # Counted: half-precision weight 2 and gradient 2; fp32 copy and Adam's two moments 12, flat buffers of the reduction in
 # half and full precision 6; step: flatten and cast, norm, unscale, Adam (reads 16, writes 12), copy back.
