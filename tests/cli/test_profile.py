@@ -37,7 +37,8 @@ def test_a_profile_is_of_the_model(
 ) -> None:
     torch.manual_seed(seed)
     # of one thread: what else the machine does does not count
-    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=time.process_time))
+    for module in (measure, whole):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=time.process_time))
     path = tmp_path / "profile.json"
     before = torch.get_num_threads()
     try:
@@ -70,7 +71,7 @@ def test_a_profile_is_of_the_model(
     assert totals[1] < totals[4] < totals[16]
     print({size: totals[size] / direct for size, direct in seconds.items()})
     for size, direct in seconds.items():
-        assert direct / 2 < totals[size] < 2 * direct, f"{size} samples: {totals[size]} s, directly {direct} s"
+        assert direct / 1.5 < totals[size] < 1.5 * direct, f"{size} samples: {totals[size]} s, directly {direct} s"
 
 
 def test_profiling_leaves_the_model_as_it_was(seed: int) -> None:

@@ -51,7 +51,7 @@ def cluster(*counts: int) -> Cluster:
     """Nodes with so many devices."""
     return Cluster.from_dict(
         {
-            "devices": {"cpu": {"memory_gib": 1, "peak_tflops": 1, "memory_gbytes_per_s": 10}},
+            "devices": {"cpu": {"memory_gib": 4, "peak_tflops": 1, "memory_gbytes_per_s": 10}},
             "nodes": [
                 {"name": f"n{i}", "device": "cpu", "count": n, "intra_gbit_per_s": 10, "inter_gbit_per_s": 10}
                 for i, n in enumerate(counts)
