@@ -68,6 +68,8 @@ class Constraints:
                     f"did you mean {near[0]!r}?" if near else f"remove {name!r}",
                 )
             several = tuple(value) if isinstance(value, (list, tuple, set, frozenset, range)) else (value,)
+            if not several:
+                raise PlanError(f"the constraint `{name}` allows something", "no value", f"give one, or leave {name} out")
             for one in several:
                 _require_good(name, one)
             values[name] = several
@@ -156,11 +158,10 @@ def schedules(pp: int, layers: int, constraints: Constraints, named: tuple[str, 
     Args:
         named: what the runtime knows.
     """
-    if pp == 1:
-        allowed = constraints.schedule
-        name = "1f1b" if allowed is None or "1f1b" in allowed else allowed[0]
-        if virtual_stages_of(name) == 1 and constraints.allows("virtual_stages", 1):
-            yield name, 1
+    if pp == 1:  # all are the same there
+        alike = [name for name in constraints.schedule or named if virtual_stages_of(name) == 1]
+        if alike and constraints.allows("virtual_stages", 1):
+            yield ("1f1b" if "1f1b" in alike else alike[0]), 1
         return
     for name in constraints.schedule or named:
         default = virtual_stages_of(name)
