@@ -163,10 +163,11 @@ class CostModel:
     def at_least(self, strategy: Strategy, stages: Sequence[float], ranks: Sequence[float]) -> float:
         """Seconds that a step takes at least, from those per microbatch of stages, and of ranks, alone.
 
-        A rank computes all its microbatches, then its gradients are reduced (with several stages, all but the last one's
-        perhaps before) and its parameters stepped: ``end = computing + per_parameter * held``. Whoever holds how many of
-        the parameters, the mean of the ends, weighted by ``1 / per_parameter``, does not change. Of whole backwards, the
-        first microbatch crosses all stages before a stage, and the last comes back over them, if those are one replica's.
+        A rank computes all microbatches, then its gradients are reduced (with several stages, all but the last one's
+        perhaps before) and its parameters stepped: ``end = computing + per_parameter * held``. Whoever holds how many
+        of the parameters, the mean of the ends, weighted by ``1 / per_parameter``, does not change. Of whole backwards,
+        the first microbatch crosses all stages before a stage, and the last comes back over them, if one replica has
+        these stages.
         """
         net, runtime, m = (
             self.network(strategy.tp, strategy.pp, strategy.dp, strategy.devices),

@@ -69,7 +69,9 @@ class Constraints:
                 )
             several = tuple(value) if isinstance(value, (list, tuple, set, frozenset, range)) else (value,)
             if not several:
-                raise PlanError(f"the constraint `{name}` allows something", "no value", f"give one, or leave {name} out")
+                raise PlanError(
+                    f"the constraint `{name}` allows something", "no value", f"give one, or leave {name} out"
+                )
             for one in several:
                 _require_good(name, one)
             values[name] = several

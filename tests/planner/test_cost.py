@@ -1,4 +1,4 @@
-"""What strategies cost, in cases worked by hand: links carry 1 GB/s between nodes and 10 GB/s inside, numbers are round.
+"""What strategies cost, in cases worked by hand: links carry 1 GB/s between nodes and 10 GB/s inside.
 
 Layers take 1 s per sample forward and 2 s backward, 0.5 s of it for weights, on "fast"; thrice as long on "slow".
 """

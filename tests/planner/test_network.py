@@ -155,7 +155,9 @@ def test_tensor_parallel_members_send_and_reduce_side_by_side(seed: int) -> None
             pairs = list(zip(here, there, strict=True))
             for d in range(dp):
                 way = net.replicas[net.kinds[d]].ways[p]
-                assert way.per_byte == pytest.approx(max(counted_way(c, pairs, pair)[0] for pair in pairs[d * tp :][:tp]))
+                assert way.per_byte == pytest.approx(
+                    max(counted_way(c, pairs, pair)[0] for pair in pairs[d * tp :][:tp])
+                )
 
 
 def test_a_matrix_says_what_each_pair_can_do(seed: int) -> None:
