@@ -78,20 +78,25 @@ class Plan:
                 given.get("smpar_plan", "no key `smpar_plan`") if isinstance(given, Mapping) else type(given).__name__
             )
             raise PlanFileError(f"a plan is a JSON object with `smpar_plan`: {VERSION}", f"{found}", FIX)
+        missing = [name for name in ("strategy", "layers", "cluster", "prediction") if name not in given]
+        if missing:
+            raise PlanFileError("a plan file has all its parts", f"no {missing[0]!r}", FIX)
         try:
-            layers = read_layers(given.get("layers"))
+            layers = read_layers(given["layers"])
             cluster = Cluster.from_dict(given["cluster"])
-            strategy = read_strategy(given.get("strategy"), len(layers), cluster.size)
+            strategy = read_strategy(given["strategy"], len(layers), cluster.size)
             return cls(
                 strategy,
-                read_prediction(given.get("prediction"), strategy),
+                read_prediction(given["prediction"], strategy),
                 layers,
                 cluster,
                 str(given.get("why", "")),
                 read_parts(given.get("parts"), strategy),
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise PlanFileError("a plan file has all its parts", f"{type(error).__name__}: {error}", FIX) from None
+            raise PlanFileError(
+                "a plan file has the parts that smpar wrote", f"{type(error).__name__}: {error}", FIX
+            ) from None
 
     @classmethod
     def from_file(cls, path: str | Path) -> Plan:

@@ -292,7 +292,7 @@ def _check_times(times: Times, count: int) -> None:
     where = f"times of {times.device!r} at tp {times.tp}"
     if not isinstance(times.tp, int) or isinstance(times.tp, bool) or times.tp < 1:
         _wrong(times.tp, f"tp of times of {times.device!r}", "a whole number, 1 or more")
-    sizes = times.microbatches
+    sizes: Any = times.microbatches
     if not isinstance(sizes, tuple):
         _wrong(sizes, f"microbatches ({where})", "a list of sizes")
     for size in sizes:
@@ -301,6 +301,7 @@ def _check_times(times: Times, count: int) -> None:
         raise ProfileError(
             "times belong to ascending microbatch sizes", f"{where}: microbatches {sizes}", "give sizes like [1, 2, 4]"
         )
+    rows: Any
     for name, rows in (("forward", times.forward), ("backward", times.backward), ("weight", times.weight)):
         if not isinstance(rows, tuple) or not all(isinstance(row, tuple) for row in rows):
             _wrong(rows, f"{name} ({where})", "a list of rows")

@@ -60,6 +60,7 @@ def test_no_plan(tmp_path: Path) -> None:
     for name in ("cut.json", "none.json"):
         with pytest.raises(PlanFileError, match="a plan is a JSON file"):
             Plan.from_file(tmp_path / name)
+    given: Any
     for given in ([], None, "plan", 3, {}, {"smpar_plan": 2}, {"smpar_plan": None}):
         with pytest.raises(PlanFileError, match="`smpar_plan`: 1") as error:
             Plan.from_dict(given)
@@ -91,6 +92,7 @@ def test_no_plan(tmp_path: Path) -> None:
         ("strategy.recompute", ["yes", "no"], "recompute"),
         ("strategy.shard_optimizer", "no", "shard_optimizer"),
         ("strategy.colour", "red", "colour"),
+        ("strategy", None, "`strategy` of a plan is an object"),
         ("layers", [], "cuts"),
         ("layers", "h0", "layers"),
         ("layers", [1] * 12, "layers"),
@@ -126,6 +128,13 @@ def places(given: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     for key, value in inside:
         yield (*path, key)
         yield from places(value, (*path, key))
+
+
+def test_a_part_that_is_missing(seed: int) -> None:
+    given = some_plans(seed, keep=1).best.to_dict()
+    for name in ("strategy", "layers", "cluster", "prediction"):
+        with pytest.raises(PlanFileError, match=f"no '{name}'"):
+            Plan.from_dict({key: value for key, value in given.items() if key != name})
 
 
 @pytest.mark.parametrize("trial", range(3))

@@ -80,9 +80,9 @@ def test_schedules_of_a_pipeline(seed: int) -> None:
     for _ in range(50):
         names = tuple(rng.sample(("gpipe", "1f1b", "zb", "interleaved_1f1b", "zbv"), rng.randint(1, 3)))
         pp, layers, wanted = rng.randint(1, 5), rng.randint(5, 12), rng.choice((None, (1,), (2,), (1, 3)))
-        for name, virtual in schedules(pp, layers, Constraints(schedule=names, virtual_stages=wanted), SMPAR.schedules):
-            assert name in names and pp * virtual <= layers and (wanted is None or virtual in wanted)
-            assert virtual_stages_of(name) == virtual or name == "interleaved_1f1b"
+        for name, stages in schedules(pp, layers, Constraints(schedule=names, virtual_stages=wanted), SMPAR.schedules):
+            assert name in names and pp * stages <= layers and (wanted is None or stages in wanted)
+            assert virtual_stages_of(name) == stages or name == "interleaved_1f1b"
 
 
 @pytest.mark.parametrize("trial", range(5))
