@@ -16,6 +16,9 @@ from smpar.planner.strategy import Strategy
 _EVEN = 0.4
 """What the dearest of virtual stages counts beside the dearest rank (see `smpar.planner.partition`)."""
 
+_LEAST_RAMP = 0.1
+"""The part of a ramp that split backwards leave at least."""
+
 
 @dataclass(frozen=True)
 class Balanced:
@@ -65,10 +68,24 @@ class Balancer:
 
     def _cut(self, strategy: Strategy, layers: Layers, places: list[Place]) -> Balanced | None:
         ranks = strategy.ranks if strategy.virtual_stages > 1 else ()
-        found = find_cuts(layers, places, strategy.microbatches, ranks, _EVEN if ranks else 0.0)
+        found = find_cuts(layers, places, self._as_if(strategy), ranks, _EVEN if ranks else 0.0)
         if found is None:
             return None
         return Balanced(found.cuts, found.stage_time, found.rank_time)
+
+    def _as_if(self, strategy: Strategy) -> int:
+        """Microbatches for which the partitioner's objective, one way across and then the pace, weighs both right.
+
+        Split backwards fill much of the ramp: of a stage's F + B, only F + B - 2 W remain of it (arXiv 2401.10241,
+        section 2.3), so the pace counts for more.
+        """
+        m = strategy.microbatches
+        if strategy.schedule not in ("zb", "zbv"):
+            return m
+        name = self._types(strategy.tp)[0]
+        rows = self.model.rows(name, strategy.tp, strategy.microbatch)
+        both, weight = float(rows.forward[-1] + rows.backward[-1]), float(rows.weight[-1])
+        return 1 + round((m - 1) * both / max(both - 2 * weight, _LEAST_RAMP * both)) if both > 0.0 else m
 
     def _chain(self, strategy: Strategy) -> Layers:
         """Layers as the partitioner sees them: one row of times for each device type of the profile."""

@@ -36,6 +36,7 @@ _PLACED = 2
 _SAMPLED, _HOPELESS = 4, 1.3
 """After so many placements the others are left out, if the fastest is slower by that factor than all plans kept."""
 _REFINED = 3  # of the best strategies, whose cuts are moved to and fro
+_FEW = 8  # so many stages at most have several of their cuts moved at once
 
 
 def search(
@@ -352,13 +353,15 @@ class _Search:
                 yield replace(strategy, recompute=flags if any(flags) else ())
 
     def _moved(self, strategy: Strategy) -> Iterator[Strategy]:
+        """One cut moved by a layer, or, where stages are few, several next to each other."""
         cuts, size = strategy.cuts, self.model.profile.size
-        for place in range(1, len(cuts)):
-            for step in (-1, 1):
-                moved = (*cuts[:place], cuts[place] + step, *cuts[place + 1 :])
-                end = moved[place + 1] if place + 1 < len(moved) else size
-                if moved[place - 1] < moved[place] < end:
-                    yield replace(strategy, cuts=moved)
+        widest = len(cuts) if len(cuts) <= _FEW else 1
+        for width in range(1, widest + 1):
+            for place in range(1, len(cuts) - width + 1):
+                for step in (-1, 1):
+                    moved = (*cuts[:place], *(cut + step for cut in cuts[place : place + width]), *cuts[place + width :])
+                    if all(a < b for a, b in zip(moved, (*moved[1:], size), strict=True)):
+                        yield replace(strategy, cuts=moved)
 
     # -- nothing found --------------------------------------------------------------------------
 
