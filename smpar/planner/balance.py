@@ -42,8 +42,13 @@ class Balancer:
         self._layers: dict[tuple[object, ...], Layers] = {}
         self._found: dict[tuple[object, ...], Balanced | None] = {}
 
-    def cuts(self, strategy: Strategy) -> Balanced | None:
+    def cuts(self, strategy: Strategy, slack: float = 1.0, links: bool = False) -> Balanced | None:
         """The best cuts for a strategy, whose own are not looked at; None if no cuts keep within the memory.
+
+        Args:
+            slack: the devices' memory is taken to be so many times what it is, for those who look again: sums over
+                layers may exceed what a simulation finds (stages of one rank are not at their fullest at once).
+            links: whether messages cost time even if they do not hold up their sender, as where links are slow.
 
         Raises:
             TooFewUnits: more stages than layers.
@@ -54,9 +59,9 @@ class Balancer:
             again = strategy.recomputes(0)
             whole = sum(self.model.layer_seconds(name, strategy.tp, strategy.microbatch, again))
             return Balanced((0,), (whole,), (whole,))
-        places = self._places(strategy, net)
+        places = self._places(strategy, net, slack, links)
         layers = self._chain(strategy)
-        key = id(layers), tuple(places), strategy.microbatches, strategy.ranks
+        key = id(layers), tuple(places), self._as_if(strategy), strategy.ranks
         if key not in self._found:
             self._found[key] = self._cut(strategy, layers, places)
         return self._found[key]
@@ -117,7 +122,7 @@ class Balancer:
     def _types(self, tp: int) -> list[str]:
         return [name for name in self.model.profile.devices if tp in self.model.profile.degrees(name)]
 
-    def _places(self, strategy: Strategy, net: Network) -> list[Place]:
+    def _places(self, strategy: Strategy, net: Network, slack: float = 1.0, links: bool = False) -> list[Place]:
         model, ranks = self.model, strategy.ranks
         names = self._types(strategy.tp)
         usual = statistics.median(layer.transient for layer in model.profile.layers)
@@ -126,7 +131,7 @@ class Balancer:
         places = []
         for stage, rank in enumerate(ranks):
             way = FREE
-            if model.runtime.blocking and stage and ranks[stage - 1] != rank:
+            if (model.runtime.blocking or links) and stage and ranks[stage - 1] != rank:
                 way = _worst(net, ranks[stage - 1], rank, strategy.pp)
             held = in_flight(strategy, rank)
             again = strategy.recomputes(stage)
@@ -136,8 +141,8 @@ class Balancer:
                     way.per_byte,
                     2 * way.latency,
                     1.0 if again else held,
-                    transient + (held * kept if again else 0.0),
-                    max(0.0, net.limits[rank]),
+                    transient + (held * kept if again and stage else 0.0),
+                    max(0.0, net.limits[rank]) * slack,
                 )
             )
         return places

@@ -35,7 +35,9 @@ _PLACED = 2
 """Of the placements of some degrees, how many are tried under every schedule: the fastest under the first."""
 _SAMPLED, _HOPELESS = 4, 1.3
 """After so many placements the others are left out, if the fastest is slower by that factor than all plans kept."""
-_REFINED = 3  # of the best strategies, whose cuts are moved to and fro
+_REFINED, _TRIED = 3, 8  # of the best strategies, whose cuts are moved to and fro; and if they have few stages
+_SLACKS = (1.0, 1.25, 1.6)  # times their memory that cuts may seem to need; the simulation decides
+_LONG = 0.3  # times the pace of the slowest rank that messages take where cuts look at them, too
 _FEW = 8  # so many stages at most have several of their cuts moved at once
 
 
@@ -286,30 +288,52 @@ class _Search:
         if hopeless is not None:
             self.counts["bounded"] += 1
             return hopeless
-        cuts = self.balancer.cuts(strategy)
-        if cuts is None:
+        tried = None
+        for slack in _SLACKS:
+            cuts = self.balancer.cuts(strategy, slack)
+            if cuts is None or cuts == tried:
+                continue
+            tried = cuts
+            least = self.model.at_least(strategy, cuts.stages, cuts.ranks)
+            if least >= self.worst_kept:
+                self.counts["bounded"] += 1
+                return least
+            found = self._consider(replace(strategy, cuts=cuts.cuts))
+            if found is not None:
+                return min(found.seconds, self._linked(found, slack, max(cuts.ranks)))
+        if tried is None:
             self._missed(strategy, None)
-            return float("inf")
-        least = self.model.at_least(strategy, cuts.stages, cuts.ranks)
-        if least >= self.worst_kept:
-            self.counts["bounded"] += 1
-            return least
-        return self._consider(replace(strategy, cuts=cuts.cuts))
+        return float("inf")
 
-    def _consider(self, strategy: Strategy) -> float:
+    def _linked(self, found: _Found, slack: float, pace: float) -> float:
+        """Seconds with cuts that avoid messages, if these take long beside the slowest rank's `pace`."""
+        received = max(stage.receives for stage in found.prediction.stages)
+        if received * found.strategy.virtual_stages <= _LONG * pace or self.model.runtime.blocking:
+            return found.seconds
+        flags = (True,) * found.strategy.stages if any(found.strategy.recompute) else ()
+        cuts = self.balancer.cuts(replace(found.strategy, recompute=flags), slack, links=True)
+        if cuts is None or cuts.cuts == found.strategy.cuts:
+            return found.seconds
+        other = self._consider(replace(found.strategy, cuts=cuts.cuts, recompute=flags))
+        return found.seconds if other is None else other.seconds
+
+    def _consider(self, strategy: Strategy) -> _Found | None:
+        """Kept if it is good; None: too large."""
         prediction = self.model.predict(strategy)
         self.counts["simulated"] += 1
         if not prediction.fits:
             self._missed(strategy, prediction)
-            return float("inf")
+            return None
         found = _Found(strategy, prediction)
+        if any(strategy.recompute) and found.seconds < _HOPELESS * self.worst_kept:
+            found = self._relieved(found)
         self._note(found)
         before = self.best.get(found.kind)
         if before is None or found.seconds < before.seconds:
             self.best[found.kind] = found
             if len(self.best) >= self.keep:
                 self.worst_kept = heapq.nsmallest(self.keep, (f.seconds for f in self.best.values()))[-1]
-        return found.seconds
+        return found
 
     def _note(self, found: _Found) -> None:
         """The best seconds with so many devices, and with such degrees."""
@@ -330,7 +354,11 @@ class _Search:
 
     def _refine(self) -> None:
         """Move single cuts of the best strategies, and recompute less, as long as that helps."""
-        for found in sorted(self.best.values(), key=lambda f: f.seconds)[:_REFINED]:
+        ranked = sorted(self.best.values(), key=lambda f: f.seconds)
+        for place, found in enumerate(ranked[:_TRIED]):
+            few = found.strategy.stages <= _FEW and found.seconds < _HOPELESS * ranked[0].seconds
+            if place >= _REFINED and not few:
+                continue
             here = found
             while (better := self._neighbour(here)) is not None:
                 here = better
@@ -338,19 +366,37 @@ class _Search:
             self._note(here)
 
     def _neighbour(self, found: _Found) -> _Found | None:
-        for strategy in (*self._less_recomputing(found.strategy), *self._moved(found.strategy)):
+        for strategy in (*self._less_recomputing(found.strategy), *self._both(found.strategy)):
             prediction = self.model.predict(strategy)
             if prediction.fits and prediction.seconds < found.seconds * (1 - 1e-9):
                 return _Found(strategy, prediction)
         return None
+
+    def _relieved(self, found: _Found) -> _Found:
+        """With each stage in turn, last ones first, computing nothing again if it fits so."""
+        for stage in reversed(range(found.strategy.stages)):
+            if found.strategy.recomputes(stage) and self.constraints.allows("recompute", "none"):
+                less = _toggled(found.strategy, stage)
+                prediction = self.model.predict(less)
+                if prediction.fits and prediction.seconds <= found.seconds:
+                    found = _Found(less, prediction)
+        return found
 
     def _less_recomputing(self, strategy: Strategy) -> Iterator[Strategy]:
         if not self.constraints.allows("recompute", "none"):
             return
         for stage in reversed(range(strategy.stages)):
             if strategy.recomputes(stage):
-                flags = tuple(flag and s != stage for s, flag in enumerate(strategy.recompute))
-                yield replace(strategy, recompute=flags if any(flags) else ())
+                yield _toggled(strategy, stage)
+
+    def _both(self, strategy: Strategy) -> Iterator[Strategy]:
+        """Cuts moved; where stages recompute and are few, also with any one of them changing its way."""
+        allows = self.constraints.allows
+        mixed = strategy.recompute and allows("recompute", "none") and allows("recompute", "full")
+        for moved in self._moved(strategy):
+            yield moved
+            for stage in range(strategy.stages if mixed and strategy.stages <= _FEW else 0):
+                yield _toggled(moved, stage)
 
     def _moved(self, strategy: Strategy) -> Iterator[Strategy]:
         """One cut moved by a layer, or, where stages are few, several next to each other."""
@@ -359,7 +405,11 @@ class _Search:
         for width in range(1, widest + 1):
             for place in range(1, len(cuts) - width + 1):
                 for step in (-1, 1):
-                    moved = (*cuts[:place], *(cut + step for cut in cuts[place : place + width]), *cuts[place + width :])
+                    moved = (
+                        *cuts[:place],
+                        *(cut + step for cut in cuts[place : place + width]),
+                        *cuts[place + width :],
+                    )
                     if all(a < b for a, b in zip(moved, (*moved[1:], size), strict=True)):
                         yield replace(strategy, cuts=moved)
 
@@ -395,3 +445,9 @@ class _Search:
         if self.constraints.microbatch is not None and min(self.constraints.microbatch) > 1:
             ways.insert(0, "allow smaller microbatches")
         return "; or ".join(ways)
+
+
+def _toggled(strategy: Strategy, stage: int) -> Strategy:
+    """With that stage recomputing if it does not, and the other way round."""
+    flags = tuple(strategy.recomputes(s) != (s == stage) for s in range(strategy.stages))
+    return replace(strategy, recompute=flags if any(flags) else ())
