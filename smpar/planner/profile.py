@@ -269,7 +269,7 @@ def _check(profile: Profile) -> None:
     for i, tensor in enumerate(profile.tensors):
         _number(tensor.elements, f"elements of tensor {i}")
         _indices(tensor.source, tensor.targets, count, f"tensor {i}")
-        if not isinstance(tensor.gradient, bool):
+        if tensor.gradient not in (True, False):
             _wrong(tensor.gradient, f"gradient of tensor {i}", "true or false")
     for i, tied in enumerate(profile.tied):
         _number(tied.parameters, f"parameters of tied {i}")

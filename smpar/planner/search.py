@@ -13,6 +13,7 @@ much, the degrees that a simple guess likes best come before all others.
 from __future__ import annotations
 
 import heapq
+import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -38,6 +39,7 @@ _SAMPLED, _HOPELESS = 4, 1.3
 _REFINED, _TRIED = 3, 8  # of the best strategies, whose cuts are moved to and fro; and if they have few stages
 _SLACKS = (1.0, 1.25, 1.6)  # times their memory that cuts may seem to need; the simulation decides
 _LONG = 0.3  # times the pace of the slowest rank that messages take where cuts look at them, too
+_ELSEWHERE = 24  # placements of a good strategy that are tried once more at the end
 _FEW = 8  # so many stages at most have several of their cuts moved at once
 
 
@@ -212,24 +214,29 @@ class _Search:
 
     def _try(self, case: Degrees) -> None:
         """All placements under the first schedule; the best few of them under the others, too."""
-        speeds = {name: 1.0 / self._whole(name, case) for name in self._types(case.tp)}
-        known = {node.device: speeds.get(node.device, 0.0) for node in self.model.cluster.nodes}
         names = list(schedules(case.pp, self.model.profile.size, self.constraints, self.model.runtime.schedules))
         if not names:
             return
         first, *others = names
         tried: list[tuple[float, int, tuple[int, ...], _Thrift | None]] = []
-        for devices in placements(self.model.cluster, case.tp, case.pp, case.dp, known):
+        for devices in self._placements(case):
             if len(tried) >= _SAMPLED and min(tried)[0] > _HOPELESS * self.worst_kept:
                 break
-            if {self.model.cluster.type_of(device).name for device in devices} <= speeds.keys():
-                seconds, thrift = self._try_thrift(case, devices, *first)
-                tried.append((seconds, len(tried), devices, thrift))
+            seconds, thrift = self._try_thrift(case, devices, *first)
+            tried.append((seconds, len(tried), devices, thrift))
         for simple, _, devices, thrift in sorted(tried)[:_PLACED]:
             vain: set[str] = set()
             for name, virtual in others:
                 if name not in vain and self._try_thrift(case, devices, name, virtual, thrift)[0] >= simple:
                     vain.add(name)  # more virtual stages will not help where fewer did not
+
+    def _placements(self, case: Degrees) -> Iterator[tuple[int, ...]]:
+        """On devices that have times."""
+        speeds = {name: 1.0 / self._whole(name, case) for name in self._types(case.tp)}
+        known = {node.device: speeds.get(node.device, 0.0) for node in self.model.cluster.nodes}
+        for devices in placements(self.model.cluster, case.tp, case.pp, case.dp, known):
+            if {self.model.cluster.type_of(device).name for device in devices} <= speeds.keys():
+                yield devices
 
     def _hopeless(self, strategy: Strategy) -> float | None:
         """Seconds at least, if even stages on devices as fast as these in all would be too slow."""
@@ -359,11 +366,25 @@ class _Search:
             few = found.strategy.stages <= _FEW and found.seconds < _HOPELESS * ranked[0].seconds
             if place >= _REFINED and not few:
                 continue
-            here = found
+            here = self._elsewhere(found)
             while (better := self._neighbour(here)) is not None:
                 here = better
             self.best[here.kind] = here
             self._note(here)
+
+    def _elsewhere(self, found: _Found) -> _Found:
+        """On other devices, with the same cuts or those made for there."""
+        s, best = found.strategy, found
+        case = Degrees(s.tp, s.pp, s.dp, s.microbatch, s.microbatches)
+        for devices in itertools.islice(self._placements(case), _ELSEWHERE):
+            there = replace(s, devices=devices)
+            cuts = self.balancer.cuts(there) if devices != s.devices else None
+            for moved in {s.cuts} | ({cuts.cuts} if cuts is not None else set()):
+                strategy = replace(there, cuts=moved)
+                prediction = self.model.predict(strategy)
+                if prediction.fits and prediction.seconds < best.seconds:
+                    best = _Found(strategy, prediction)
+        return best
 
     def _neighbour(self, found: _Found) -> _Found | None:
         for strategy in (*self._less_recomputing(found.strategy), *self._both(found.strategy)):
