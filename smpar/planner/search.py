@@ -378,8 +378,10 @@ class _Search:
         case = Degrees(s.tp, s.pp, s.dp, s.microbatch, s.microbatches)
         for devices in itertools.islice(self._placements(case), _ELSEWHERE):
             there = replace(s, devices=devices)
-            cuts = self.balancer.cuts(there) if devices != s.devices else None
-            for moved in {s.cuts} | ({cuts.cuts} if cuts is not None else set()):
+            every = (self.balancer.cuts(there, slack) for slack in _SLACKS)
+            made = {cuts.cuts: cuts for cuts in every if cuts is not None}
+            good = [c for c, x in made.items() if self.model.at_least(there, x.stages, x.ranks) < best.seconds]
+            for moved in dict.fromkeys([s.cuts, *good]):
                 strategy = replace(there, cuts=moved)
                 prediction = self.model.predict(strategy)
                 if prediction.fits and prediction.seconds < best.seconds:

@@ -21,7 +21,7 @@ from smpar.schedule import virtual_stages_of
 VIRTUAL = (2, 3, 4)
 """Numbers of virtual stages that are tried where a schedule leaves the choice."""
 _SMALL = 64
-"""Up to so many devices all pipeline degrees are tried."""
+"""Up to so many devices all pipeline degrees are tried, and all types of those used in every order."""
 _PERMUTED = 4
 """Up to so many device types all orders are tried, beyond only by speed."""
 
@@ -177,8 +177,9 @@ def placements(cluster: Cluster, tp: int, pp: int, dp: int, speed: Mapping[str, 
     """Ways to put the places of these degrees on devices; see `smpar.planner.strategy.Strategy.devices`.
 
     Nodes come type by type, in every order of the types (by speed only, if there are many), and devices are taken from
-    the front: so slow types may be left out, or be anywhere in the pipeline. Along that order places go stage by stage
-    (replicas side by side, good for reductions) or replica by replica (stages side by side, good for messages).
+    the front: so slow types may be left out. Those taken are put in every such order again (on large clusters in the
+    same one), so each type may be anywhere in the pipeline. Along that order places go stage by stage (replicas side by
+    side, good for reductions) or replica by replica (stages side by side, good for messages).
 
     Args:
         speed: of each device type; any unit.
@@ -190,20 +191,26 @@ def placements(cluster: Cluster, tp: int, pp: int, dp: int, speed: Mapping[str, 
         start += node.count
     types = list(dict.fromkeys(node.device for node in cluster.nodes))
     by_speed = sorted(types, key=lambda name: -speed[name])
-    orders = (
-        itertools.permutations(by_speed) if len(types) <= _PERMUTED else iter((tuple(by_speed), tuple(by_speed[::-1])))
-    )
-    found: dict[tuple[int, ...], None] = {}
-    for order in orders:
-        slots = [
-            tuple(range(first[i] + k, first[i] + k + tp))
+    every = [tuple(by_speed), tuple(by_speed[::-1])]
+    if len(types) <= _PERMUTED:
+        every = list(itertools.permutations(by_speed))
+    whole = {
+        order: [
+            (name, tuple(range(first[i] + k, first[i] + k + tp)))
             for name in order
             for i, node in enumerate(cluster.nodes)
             if node.device == name
             for k in range(0, node.count - tp + 1, tp)
-        ][: pp * dp]
-        if len(slots) < pp * dp:
+        ]
+        for order in every
+    }
+    found: dict[tuple[int, ...], None] = {}
+    small = cluster.size <= _SMALL
+    for chosen, order in ((a, b) for a in every for b in every if small or a == b):
+        taken = whole[chosen][: pp * dp]
+        if len(taken) < pp * dp:
             continue
+        slots = [slot for name in order for device, slot in taken if device == name]
         by_stage: Callable[[int, int], int] = lambda p, d: p * dp + d  # noqa: E731
         by_replica: Callable[[int, int], int] = lambda p, d: d * pp + p  # noqa: E731
         for at in (by_stage, by_replica) if pp > 1 and dp > 1 else (by_stage,):

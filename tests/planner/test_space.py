@@ -110,6 +110,8 @@ def test_the_drawing() -> None:
     assert (8, 9, 10, 11, *range(8)) in by_stage, "stages B A A"
     by_replica = placements(c, 1, 4, 3, {"A": 2.0, "B": 1.0})
     assert (0, 4, 8, 1, 5, 9, 2, 6, 10, 3, 7, 11) in by_replica, "replicas A A B"
+    part = cluster(("A", 1), ("B", 2))
+    assert set(placements(part, 1, 2, 1, {"A": 2.0, "B": 1.0})) == {(0, 1), (1, 0), (1, 2)}, "with one B left out, too"
     assert placements(c, 1, 1, 1, {"A": 2.0, "B": 1.0}) == [(0,), (8,)], "either type alone"
 
 
