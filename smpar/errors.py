@@ -156,6 +156,17 @@ class WriteIntoReplicated(StepError):
     FIX = "make the target from a stage tensor (h.new_zeros(...), torch.zeros_like(h)), or use an nn.Module of its own"
 
 
+class BlindView(StepError):
+    """A view that cannot know of the gradient that its memory has got since is used where gradients matter."""
+
+    RULE = (
+        "a view made under torch.no_grad(), or before requires_grad_() of what it views, is not used with gradients "
+        "enabled once its memory has a gradient"
+    )
+    FOUND = "{} uses such a view"
+    FIX = "make the view afterwards, with gradients enabled; or clone it before; or use it under torch.no_grad()"
+
+
 class HiddenTensor(StepError):
     """A tensor that a module left in an object is used outside of that module."""
 

@@ -126,6 +126,7 @@ def cluster_of(given: Mapping[str, Any]) -> Cluster:
     types = {
         name: DeviceType(name, d["memory_gib"] * GIB, d["peak_fp16_tflops"] * 1e12, BANDWIDTH[name])
         for name, d in given["devices"].items()
+        if any(n["device"] == name for n in given["nodes"])
     }
     nodes = tuple(
         Node(

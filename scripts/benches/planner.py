@@ -1,4 +1,4 @@
-"""The planner: predictions against measured trials, exact cuts, the simulator's and the search's speed, plans compared.
+"""The planner: against measured trials, other planners and execution; exactness and speed of its parts.
 
     fit         AMP's published trials: predicted against measured
     leave_out   constants fitted on a part of the trials, scored on the others

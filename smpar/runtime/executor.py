@@ -226,8 +226,8 @@ class Executor:
             if grad is not None:
                 before = grads.get(flow.tensor)
                 grads[flow.tensor] = grad if before is None else before + grad
-        edges = [run.outputs.pop(tensor) for tensor in grads]
-        starts = list(grads.values())
+        ends = [(edge, grad) for tensor, grad in grads.items() if (edge := run.outputs.pop(tensor)) is not None]
+        edges, starts = [edge for edge, _ in ends], [grad for _, grad in ends]
         for edge, start in run.roots.pop(segment, ()):
             edges.append(edge)
             starts.append(start)

@@ -20,7 +20,7 @@ from smpar.stage.layout import Layout
 from smpar.stage.record import Backward, Event, MicrobatchProgram, Recorder, direct_meta
 from smpar.stage.run import Run, Wire
 from smpar.stage.tensor import StageTensor, shared
-from smpar.stage.views import family
+from smpar.stage.views import Together, family, kin
 from smpar.trace import tree
 from smpar.trace.hidden import Hidden
 from smpar.trace.outcome import Meta, Out, Outcome, meta_of
@@ -84,6 +84,8 @@ class Explorer(Run):
         operands = [t for t in leaves if type(t) is StageTensor]
         homes = [t.home for t in operands if t.parameter is None]
         stage = max(homes) if homes else max(t.home for t in operands)
+        if type(func) is Together:
+            stage = func.stage
         for index, _ in outcome.written:
             target = leaves[index]
             if type(target) is not StageTensor:
@@ -99,13 +101,13 @@ class Explorer(Run):
         """Bring what shares memory with a tensor about to be written into the segment of the write."""
         for index, _ in outcome.written:
             target = leaves[index]
-            if type(target) is not StageTensor or target.home != stage or not shared(target):
+            if type(target) is not StageTensor or not shared(target):
                 continue
             members = family(target)
             idents = [t.ident if type(t) is StageTensor and t.parameter is None else None for t in leaves]
             segment = self.record.settle(stage, idents)
-            if len(members) > 1 and any(m.segment != segment or self.record.has_left(m.ident) for m in members):
-                self.gather(members)
+            if any(m.segment != segment or self.record.has_left(m.ident) for m in members):
+                self.gather(members, stage)
 
     def _add(self, target: Any, stage: int, outcome: Outcome, leaves: list[Any]) -> Event:
         for index, out in outcome.written:
@@ -144,10 +146,18 @@ class Explorer(Run):
             record.new_ident(place.meta, segment) if isinstance(place, Out) else None for place in outcome.places
         )
         written = tuple(record.new_ident(out.meta, segment) for _, out in outcome.written)
+        joined: list[tuple[int, int]] = []
+        for ident, (index, out) in zip(written, outcome.written, strict=True):
+            if out.meta.requires_grad and type(leaves[index]) is StageTensor:
+                for other in kin(leaves[index]):
+                    if not other.muted:
+                        record.metas[other.ident] = record.metas[other.ident]._replace(requires_grad=True)
+                        joined.append((other.ident, ident))
         direct = direct_meta(outcome, lambda s: s is tree.LEAF)
         event = Event(
-            target, stage, segment, tuple(inputs), outputs, written, outcome, flows, tuple(parameters), direct
-        )
+            target, stage, segment, tuple(inputs), outputs, written, outcome, flows, tuple(parameters), direct,
+            tuple(joined),
+        )  # fmt: skip
         record.events.append(event)
         return event
 

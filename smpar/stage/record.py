@@ -26,6 +26,8 @@ class Event:
 
     ``inputs`` holds, for each tensor argument, its ident, or None for a replicated tensor or a
     parameter. ``flows`` are the transfers and cuts that this event is the first to need.
+    ``joined`` are pairs of idents: a tensor of the same segment, whose gradient from now on passes through what was
+    written, too, as it shares the memory.
     """
 
     target: Any
@@ -38,6 +40,7 @@ class Event:
     flows: tuple[int, ...]
     parameters: tuple[int, ...]  # ids of the model's parameters among the arguments
     direct: Meta | None  # the single fresh tensor that is the whole result, if it is so simple
+    joined: tuple[tuple[int, int], ...] = ()
 
     @property
     def quiet(self) -> bool:
@@ -174,6 +177,7 @@ def _live_uses(events: Sequence[Event | Backward], roots: set[int]) -> set[tuple
     for event in reversed(events):
         if isinstance(event, Backward):
             continue
+        live.update(written for other, written in event.joined if other in live)
         outs: list[tuple[int | None, Out]] = [
             (ident, place)
             for ident, place in zip(event.outputs, event.outcome.places, strict=True)
@@ -228,7 +232,7 @@ class MicrobatchProgram:
         for _, event in calls:
             for ident, place in zip(event.outputs, event.outcome.places, strict=True):
                 for index in place.shares if isinstance(place, Out) else ():
-                    join(ident, event.inputs[index])
+                    join(ident, event.inputs[index] if index >= 0 else event.outputs[-index - 1])
             for ident, (index, _) in zip(event.written, event.outcome.written, strict=True):
                 join(ident, event.inputs[index])
         for at, event in calls:

@@ -14,7 +14,7 @@ from smpar.stage.layout import Layout
 from smpar.stage.record import Backward, Event, MicrobatchProgram
 from smpar.stage.run import ONE, Run, Wire
 from smpar.stage.tensor import METADATA, StageTensor
-from smpar.stage.views import family, together
+from smpar.stage.views import Together, family
 from smpar.trace import tree
 from smpar.trace.draws import advance
 from smpar.trace.outcome import Meta, Outcome
@@ -125,7 +125,7 @@ class Replay(Run):
         return event
 
     def _operation_event(self, func: Any, args: Any, kwargs: Any, leaves: list[Any], spec: tree.Spec) -> Event:
-        if func is not together:
+        if type(func) is not Together:
             self._gather_due(leaves)
         event = self._next(func)
         self._same_inputs(event, leaves)
@@ -136,12 +136,12 @@ class Replay(Run):
         events = self.program.events
         while self._cursor < len(events):
             event = events[self._cursor]
-            if not isinstance(event, Event) or event.target is not together:
+            if not isinstance(event, Event) or type(event.target) is not Together:
                 return
             near = {t.ident: t for leaf in leaves if type(leaf) is StageTensor for t in family(leaf)}
             if not all(i in near for i in event.inputs):
                 self._left("a write in place", event)
-            self.gather([near[i] for i in event.inputs if i is not None])
+            self.gather([near[i] for i in event.inputs if i is not None], event.stage)
 
     def _same_inputs(self, event: Event, leaves: list[Any]) -> None:
         inputs = event.inputs

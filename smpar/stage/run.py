@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from smpar.errors import (
+    BlindView,
     NotThroughModel,
     OtherMicrobatch,
     SmparError,
@@ -34,7 +35,7 @@ from smpar.stage.mode import GlueMode, Plain
 from smpar.stage.record import Event
 from smpar.stage.tensor import METADATA, StageTensor, activate, become, link, metadata, rebind, relink
 from smpar.stage.units import keep_attribute
-from smpar.stage.views import together
+from smpar.stage.views import Together, told
 from smpar.trace import tree
 from smpar.trace.draws import DRAWS, SeedMode, advance, seed_generators
 from smpar.trace.outcome import Meta, NoSubclass, Out, Outcome, meta_of
@@ -78,7 +79,7 @@ class Run(abc.ABC):
         self._parameters: dict[int, StageTensor] = {}
         # what the backward of this rank's segments needs
         self.leaves: dict[tuple[int, int], torch.Tensor] = {}
-        self.outputs: dict[int, GradientEdge] = {}
+        self.outputs: dict[int, GradientEdge | None] = {}  # None: its gradient ends here
         self.roots: dict[int, list[tuple[GradientEdge, torch.Tensor]]] = {}
         self.products: dict[int, list[Any]] = {}  # segment -> what its backward of weights has to do
 
@@ -196,6 +197,8 @@ class Run(abc.ABC):
             if type(t) is StageTensor:
                 if t.owner != number:
                     raise OtherMicrobatch(self.layout.name(target))
+                if t.spoilt and torch.is_grad_enabled() and type(target) is not Together and target not in _DETACHING:
+                    raise BlindView(self.layout.name(target))
             elif type(t) is nn.Parameter and id(t) in holders:
                 leaves[i] = self.wrap(t)
         return leaves
@@ -212,10 +215,10 @@ class Run(abc.ABC):
             self._parameters[key] = found
         return found
 
-    def gather(self, family: list[StageTensor]) -> None:
-        """Bring tensors that share memory into one segment, before one of them is written in place."""
+    def gather(self, family: list[StageTensor], stage: int) -> None:
+        """Bring tensors that share memory into one segment of a stage, where one of them will be written in place."""
         with torch.enable_grad():
-            made = self.operation(together, (family,), {})
+            made = self.operation(Together.of(family, stage), (family,), {})
         for tensor, new in zip(family, made, strict=True):
             rebind(tensor, meta_of(new), new.home, new.ident, new.segment, new.value)
         relink(family)
@@ -286,11 +289,12 @@ class Run(abc.ABC):
         flow = self._flow(index)
         if self._rank_of(flow.producer) != self.rank:
             return
-        value = next(t for t in leaves if type(t) is StageTensor and t.ident == flow.tensor).value
+        tensor = next(t for t in leaves if type(t) is StageTensor and t.ident == flow.tensor)
+        value = tensor.value
         assert value is not None
         # a view of a parameter made under no_grad requires gradients, but has no node, and nothing flows back to it
-        if value.requires_grad and (value.grad_fn is not None or torch.is_grad_enabled()):
-            self.outputs[flow.tensor] = get_gradient_edge(value)
+        if value.requires_grad and not tensor.spoilt and (value.grad_fn is not None or torch.is_grad_enabled()):
+            self.outputs[flow.tensor] = None if tensor.muted else get_gradient_edge(value)
         target = self._rank_of(flow.target)
         if flow.forward and target != self.rank:
             assert self.wire is not None
@@ -416,6 +420,9 @@ class Run(abc.ABC):
                     continue
                 become(tensor, StageTensor(out.meta, event.stage, ident, event.segment, self.number))
             rebind(tensor, out.meta, event.stage, ident, event.segment, value)
+            tensor.offset += out.offset
+            if out.meta.requires_grad:
+                told(tensor)
         results: list[Any] = []
         for i, place in enumerate(outcome.places):
             if not isinstance(place, Out):
@@ -427,8 +434,10 @@ class Run(abc.ABC):
             if values is not None:
                 made.value = values[i]
             for index in place.shares:
-                if type(leaves[index]) is StageTensor and leaves[index].parameter is None:
-                    link(made, leaves[index])
+                other = leaves[index] if index >= 0 else results[-index - 1]
+                if type(other) is StageTensor and other.parameter is None:
+                    before = outcome.places[-index - 1].offset if index < 0 else 0  # type: ignore[union-attr]
+                    link(made, other, place.offset - before, index in place.views, index < 0)
             results.append(made)
         if outcome.attributes:
             self._keep(event.target, outcome.attributes, results)
@@ -454,6 +463,7 @@ class Run(abc.ABC):
         return Plain(self.mode)
 
 
+_DETACHING = (torch.Tensor.detach, torch.detach)
 ONE = tree.flatten(((torch.empty(0),), {}), [])  # the commonest arguments: one tensor
 
 

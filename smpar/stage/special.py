@@ -11,11 +11,13 @@ import torch.utils.checkpoint as checkpoint_module
 
 from smpar.errors import NotInGlue
 from smpar.stage.tensor import StageTensor, active, metadata
+from smpar.stage.views import kin
 
 if TYPE_CHECKING:
     from smpar.stage.run import Run
 
 T = torch.Tensor
+_asks_for_gradient = T.requires_grad.__get__  # type: ignore[attr-defined]
 plain_checkpoint = checkpoint_module.checkpoint
 _plain_apply = torch.autograd.Function.__dict__["apply"]
 _plain_generator = checkpoint_module._checkpoint_without_reentrant_generator
@@ -76,10 +78,17 @@ def _requires_grad(run: Run, func: Any, args: Any, kwargs: Any) -> Any:
     if type(tensor) is not StageTensor or tensor.parameter is not None:
         with run.plain():
             return func(tensor.parameter if type(tensor) is StageTensor else tensor, wanted)
+    if wanted and not metadata(_asks_for_gradient, (tensor,), {}) and _is_base(tensor):
+        for view in kin(tensor):  # to torch they ask for a gradient, too, but hand it on to nobody
+            view.muted = view.spoilt = True
     metadata(T.requires_grad_, (tensor, wanted), {})
     if tensor.value is not None:
         tensor.value.requires_grad_(wanted)
     return tensor
+
+
+def _is_base(tensor: StageTensor) -> bool:
+    return tensor.viewed is not None and tensor.viewed.base is not None and tensor.viewed.base() is tensor
 
 
 def _grad_of(run: Run, func: Any, args: Any, kwargs: Any) -> Any:

@@ -29,6 +29,19 @@ def activate(run: Run | None) -> Run | None:
     return before
 
 
+class Viewed:
+    """What all views of one tensor have in common, for autograd.
+
+    Attributes:
+        base: the tensor; None: no stage tensor stands for it.
+    """
+
+    __slots__ = ("base",)
+
+    def __init__(self, base: StageTensor | None) -> None:
+        self.base = None if base is None else weakref.ref(base)
+
+
 class StageTensor(torch.Tensor):
     """A tensor with a home stage.
 
@@ -36,6 +49,9 @@ class StageTensor(torch.Tensor):
     real tensor on the home's rank and None elsewhere. ``ident`` numbers the tensors of a microbatch
     in program order and is the same on every rank; a write in place gives the wrapper a new one.
     ``owner`` is the number of the microbatch's run: no other may use the tensor.
+    ``aliases`` are all that share its memory, in which they begin at their ``offset``, in elements. ``viewed`` is what
+    it is a view of, or is itself. ``muted``: a view that gradients pass by, made under ``no_grad``; ``spoilt``: and
+    its memory has got a gradient since.
     """
 
     home: int
@@ -45,6 +61,10 @@ class StageTensor(torch.Tensor):
     value: torch.Tensor | None
     parameter: torch.nn.Parameter | None
     aliases: list[weakref.ref[StageTensor]] | None
+    offset: int
+    viewed: Viewed | None
+    muted: bool
+    spoilt: bool
 
     @staticmethod
     def __new__(cls, meta: Meta, home: int, ident: int, segment: int, owner: int) -> StageTensor:
@@ -63,6 +83,10 @@ class StageTensor(torch.Tensor):
         self.value = None
         self.parameter = None
         self.aliases = None
+        self.offset = 0
+        self.viewed = None
+        self.muted = False
+        self.spoilt = False
         return self
 
     def __init__(self, meta: Meta, home: int, ident: int, segment: int, owner: int) -> None:
@@ -122,13 +146,25 @@ def _without_run(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) ->
     raise OutsideStep(getattr(func, "__name__", str(func)))
 
 
-def link(view: StageTensor, base: StageTensor) -> None:
-    """Note that two stage tensors share memory (a view and what it views)."""
-    group = base.aliases
+def link(made: StageTensor, other: StageTensor, offset: int, viewed: bool, beside: bool) -> None:
+    """Note that a new stage tensor has the memory of another.
+
+    Args:
+        offset: from where the other begins to where the new one does.
+        viewed: whether they are views of one tensor, perhaps the other itself.
+        beside: whether both come from the same call; then nobody knows that tensor.
+    """
+    group = other.aliases
     if group is None:
-        group = base.aliases = [weakref.ref(base)]
-    group.append(weakref.ref(view))
-    view.aliases = group
+        group = other.aliases = [weakref.ref(other)]
+    if made.aliases is not group:
+        group.append(weakref.ref(made))
+        made.aliases, made.offset = group, other.offset + offset
+    if viewed:
+        if other.viewed is None:
+            other.viewed = Viewed(None if beside else other)
+        made.viewed = other.viewed
+        made.muted = other.muted or not torch.is_grad_enabled()
 
 
 def shared(tensor: StageTensor) -> bool:
@@ -139,8 +175,11 @@ def shared(tensor: StageTensor) -> bool:
 def relink(tensors: list[StageTensor]) -> None:
     """Note that these stage tensors, and no others, share memory."""
     group = [weakref.ref(t) for t in tensors]
+    fresh = {t.viewed: Viewed(None) for t in tensors if t.viewed is not None}  # they view a new buffer now
     for tensor in tensors:
         tensor.aliases = group
+        if tensor.viewed is not None:
+            tensor.viewed = fresh[tensor.viewed]
 
 
 def rebind(tensor: StageTensor, meta: Meta, stage: int, ident: int, segment: int, value: Any) -> None:
@@ -155,9 +194,16 @@ def rebind(tensor: StageTensor, meta: Meta, stage: int, ident: int, segment: int
 
 
 def become(tensor: torch.Tensor, other: StageTensor) -> None:
-    """Turn a replicated tensor that glue made into a stage tensor: the same Python object, with another content."""
+    """Turn a replicated tensor that glue made into a stage tensor: the same Python object, with another content.
+
+    Raises:
+        WriteIntoReplicated: others have its memory, and would not see what is written.
+    """
     with NoSubclass():
+        memory = tensor.untyped_storage()
+        if torch._C._storage_Use_Count(memory._cdata) > 2:  # its own, and `memory`
+            raise WriteIntoReplicated("a plain tensor of which views or aliases exist")
         try:
             torch.utils.swap_tensors(tensor, other)
         except RuntimeError as error:  # a view of it exists, which would not see what is written
-            raise WriteIntoReplicated("a plain tensor of which views exist") from error
+            raise WriteIntoReplicated("a plain tensor of which views or aliases exist") from error

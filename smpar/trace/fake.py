@@ -255,27 +255,35 @@ class FakeRunner:
         spec = tree.flatten(result, outs)
         outs += [tensor for _, _, tensor in attributes]
         index = {id(f): i for i, f in reversed(list(enumerate(fakes)))}
-        storages: dict[int, list[int]] = {}
+        storages: dict[int, list[tuple[int, torch.Tensor]]] = {}
         for i, fake in enumerate(fakes):
-            storages.setdefault(fake.untyped_storage()._cdata, []).append(i)
+            storages.setdefault(fake.untyped_storage()._cdata, []).append((i, fake))
         marks = {id(leaf): i for i, leaf in reversed(list(enumerate(leaves))) if leaf.requires_grad}
         written = [i for i, fake in enumerate(fakes) if fake._version != versions[i] and index[id(fake)] == i]
 
         def out(tensor: torch.Tensor) -> Out:
             if not isinstance(tensor, FakeTensor):
-                return Out(meta_of(tensor), frozenset(), frozenset())
+                return Out(meta_of(tensor), frozenset())
+            near = storages.get(tensor.untyped_storage()._cdata, ())
             return Out(
                 meta_of(tensor),
                 frozenset(_reached(tensor, marks)),
-                frozenset(storages.get(tensor.untyped_storage()._cdata, ())),
+                frozenset(i for i, _ in near),
+                frozenset(i for i, other in near if _viewed(other) is _viewed(tensor)),
+                int(tensor.storage_offset()) if tensor.layout is torch.strided else 0,
             )
 
-        places = tuple(index[id(t)] if id(t) in index else out(t) for t in outs)
+        written_outs = tuple((i, out(fakes[i])) for i in written)
+        places: list[Out | int] = []
+        for number, tensor in enumerate(outs, 1):
+            places.append(index[id(tensor)] if id(tensor) in index else out(tensor))
+            if isinstance(tensor, FakeTensor) and id(tensor) not in index:
+                storages.setdefault(tensor.untyped_storage()._cdata, []).append((-number, tensor))
         return Outcome(
             spec=spec,
-            places=places,
+            places=tuple(places),
             attributes=tuple((i, name) for i, name, _ in attributes),
-            written=tuple((i, out(fakes[i])) for i in written),
+            written=written_outs,
             draws=draws,
             random=watch.random > 0,
             guessed=watch.guessed,
@@ -324,6 +332,12 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logger.disabled = before
+
+
+def _viewed(tensor: torch.Tensor) -> torch.Tensor:
+    """What autograd takes the tensor for a view of: itself, if it is none."""
+    base = tensor._base if tensor._is_view() else None
+    return tensor if base is None else base
 
 
 def _reached(tensor: torch.Tensor, marks: dict[int, int]) -> set[int]:

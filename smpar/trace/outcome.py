@@ -80,11 +80,21 @@ class Cost:
 
 
 class Out(NamedTuple):
-    """A tensor that a call made (or wrote into): its metadata, and the inputs its gradient reaches."""
+    """A tensor that a call made (or wrote into).
+
+    Attributes:
+        reaches: inputs that its gradient reaches.
+        shares: whose memory it has: an input's number, or -1, -2, ... for the first, second, ... place before it.
+        views: those of them that it views in autograd's eyes, or that view what it does; `detach` gives an alias of
+            the same memory that is no view.
+        offset: where it begins in that memory, in elements; inputs begin at 0.
+    """
 
     meta: Meta
     reaches: frozenset[int]
-    shares: frozenset[int]  # inputs whose storage it views
+    shares: frozenset[int] = frozenset()
+    views: frozenset[int] = frozenset()
+    offset: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

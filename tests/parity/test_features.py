@@ -11,7 +11,7 @@ import torch
 from tests.harness import Pool
 from tests.parity.features import FEATURES, alone, compare, piped
 
-for _name in ("values", "glue", "steps", "more"):
+for _name in ("values", "glue", "views", "steps", "more"):
     importlib.import_module(f"tests.parity.features_{_name}")
 
 TOGETHER = {name: f for name, f in FEATURES.items() if not f.apart}

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from hypothesis import strategies as st
 
-from tests.programs.programs import KINDS, Fork, Gate, Join, Op, Program, Unit
+from tests.programs.programs import KINDS, Damp, Fork, Gate, Join, Op, Program, Unit
 
 T = TypeVar("T")
 Draw = Callable[[st.SearchStrategy[T]], T]
@@ -30,7 +30,8 @@ class _Writer:
     """Draws a program line by line, so that torch allows it in one process.
 
     A tensor may be written in place as long as no operation has kept it for its backward: these are ``soft``, with
-    the family of views that each belongs to. What stands first in a choice is what a failing program shrinks to.
+    the family that each shares memory with, and the kin in it that share its gradient, too: not so an alias. What
+    stands first in a choice is what a failing program shrinks to.
     """
 
     def __init__(self, draw: Draw[Any], stages: int) -> None:
@@ -44,14 +45,15 @@ class _Writer:
         self.inputs = len(self.full)
         self.halves: list[int] = []  # registers [N, 2]
         self.family: dict[int, int] = {}  # soft register -> the first of its family
+        self.kin: dict[int, int] = {}  # soft register -> the first of its kin
         self.live: set[int] = set()  # those with a gradient
         self.staged: set[int] = set()  # those made of some unit's result; others are plain, the same on every rank
         self.next = self.inputs
 
     def program(self) -> Program:
         self.call()
-        lines = (*[None] * 6, *[self.call] * 4, self.glue, self.glue, self.view, self.widen, self.write, self.write,
-                 self.loss, self.loss)  # fmt: skip
+        lines = (*[None] * 6, *[self.call] * 4, self.glue, self.glue, self.view, self.alias, self.widen,
+                 self.write, self.write, self.loss, self.loss)  # fmt: skip
         for _ in range(LINES):
             write = self.draw(st.sampled_from(lines))
             if write is not None:
@@ -94,15 +96,23 @@ class _Writer:
         number = (before + self.draw(st.integers(0, len(self.units) - 1))) % len(self.units)
         unit = self.units[number]
         kind = KINDS[unit.kind]
-        used = tuple(self.pick() for _ in range(2 if kind is Join else 1))
-        self.keep(*used)
+        if kind is Damp and not self.staged:
+            return self.operate("shift", self.pick())  # an input is not written into
+        if kind is Damp:
+            used: tuple[int, ...] = (self.draw(self.latest(self.soft())),)
+        else:
+            used = tuple(self.pick() for _ in range(2 if kind is Join else 1))
+            self.keep(*used)
         made = self.fresh(3 if kind is Fork else 1)
         name = "look" if self.draw(RARELY) else "call"
         self.ops.append(Op(name, used, made, number))
         self.full += made
         self.staged |= set(made)
-        if name == "call" and (any(i in self.live for i in used) or (kind is not Gate and not unit.frozen)):
+        if name == "call" and (any(i in self.live for i in used) or (kind not in (Gate, Damp) and not unit.frozen)):
             self.live |= set(made[:2])
+        if kind is Fork and name == "call":
+            self.join(made[0], made[0])
+            self.join(made[2], made[0], apart=True)
 
     def glue(self) -> None:
         name = self.draw(st.sampled_from(GLUE))
@@ -117,9 +127,14 @@ class _Writer:
         if name in ("shift", "weigh") or any(i in self.staged for i in used):
             self.staged.add(made)
             if name in ("add", "scale", "stack"):
-                self.family[made] = made
+                self.join(made, made)
         if name in ("shift", "weigh") or (name != "detach" and any(i in self.live for i in used)):
             self.live.add(made)
+
+    def join(self, made: int, source: int, apart: bool = False) -> None:
+        """A new register has the memory of another, or its own."""
+        self.family[made] = self.family.get(source, source)
+        self.kin[made] = made if apart else self.kin.get(source, source)
 
     def soft(self) -> list[int]:
         """What may be written; there is something, if only a new result."""
@@ -131,10 +146,18 @@ class _Writer:
         source, (made,) = self.draw(self.latest(self.soft())), self.fresh()
         self.ops.append(Op("part", (source,), (made,)))
         self.halves.append(made)
-        self.family[made] = self.family[source]
+        self.join(made, source)
         self.staged.add(made)
         if source in self.live:
             self.live.add(made)
+
+    def alias(self) -> None:
+        halves = [i for i in self.halves if i in self.family]
+        source, (made,) = self.draw(self.latest(self.soft() + halves)), self.fresh()
+        self.ops.append(Op("alias", (source,), (made,)))
+        (self.halves if source in halves else self.full).append(made)
+        self.join(made, source, apart=True)
+        self.staged.add(made)
 
     def widen(self) -> None:
         if not self.halves:
@@ -155,12 +178,10 @@ class _Writer:
         used = (target, self.pick()) if name == "add_" else (target,)
         if name == "add_" and self.family.get(used[1], -1) == self.family[target]:
             return  # memory that overlaps itself
-        family = [i for i, f in self.family.items() if f == self.family[target]]
-        if name == "add_" and used[1] in self.live and target not in self.live and len(family) > 1:
-            return  # smpar does not tell the others that share the memory of the gradient it brings
+        kin = [i for i in self.family if self.kin[i] == self.kin[target]]
         self.ops.append(Op(name, used, value=self.value()))
-        if any(i in self.live for i in used):  # all of the family has its gradient from now on
-            self.live.update(family)
+        if any(i in self.live for i in used):  # all of its kin have its gradient from now on
+            self.live.update(kin)
 
     def loss(self) -> None:
         live = [i for i in self.full if i in self.live]

@@ -72,7 +72,14 @@ class Gate(nn.Module):
         return F.relu(x * 1.0, inplace=True) + 0.1 * x
 
 
-KINDS: tuple[type[nn.Module], ...] = (Plain, Plain, NoBias, Join, Fork, Gate)
+class Damp(nn.Module):
+    """No parameters; writes into its input, which glue may see."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(0.9) * 0.5
+
+
+KINDS: tuple[type[nn.Module], ...] = (Plain, Plain, NoBias, Join, Fork, Gate, Damp)
 
 
 class Op(NamedTuple):
@@ -138,11 +145,12 @@ GLUE: dict[str, Callable[..., Any]] = {
     "cat": lambda m, v, a, b: torch.cat([a[:, 2:], b[:, :2]], dim=1),
     "detach": lambda m, v, a: a.detach() + 0.5,
     "part": lambda m, v, a: a[:, 1:3],
+    "alias": lambda m, v, a: a.detach(),
     "whole": lambda m, v, a: F.pad(a, (1, 1)),
     "add_": lambda m, v, a, b: a.add_(b, alpha=v),
     "mul_": lambda m, v, a: a.mul_(v),
     "fill_": lambda m, v, a: a[:, 0].fill_(v),
-    "flatten_": lambda m, v, a: a.view(-1)[::3].mul_(v),
+    "flatten_": lambda m, v, a: (a.view(-1) if a.is_contiguous() else a.t())[::3].mul_(v),
     "quiet_": lambda m, v, a: _quietly(a, v),
 }
 
@@ -180,6 +188,9 @@ class Interpreter(nn.Module):
                 result = GLUE[op.name](self, op.value, *args)
                 if op.made:
                     registers[op.made[0]] = result
+                else:
+                    for register in registers.values():
+                        _ = register.grad_fn  # until it is asked for it, torch lets nobody write into a view
         return losses, [registers[i] for i in self.program.returned]
 
     @staticmethod

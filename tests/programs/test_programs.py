@@ -100,7 +100,7 @@ def test_programs_hold_what_makes_them_hard() -> None:
     gather()
     assert len(drawn) == EACH * len(CONFIGS)
     lines = [[op.name for op in p.ops] for p in drawn]
-    for name in ("part", "add_", "mul_", "fill_", "flatten_", "quiet_", "detach", "look", "shift", "weigh"):
+    for name in ("part", "alias", "add_", "mul_", "fill_", "flatten_", "quiet_", "detach", "look", "shift", "weigh"):
         assert sum(name in names for names in lines) >= 5, name
     assert sum(names.count("loss") > 1 for names in lines) > len(drawn) / 4
     calls = [[op.unit for op in p.ops if op.unit >= 0] for p in drawn]

@@ -126,6 +126,28 @@ def test_a_view_with_gaps_is_copied_by_contiguous(grad: bool) -> None:
     assert place.reaches == (frozenset({0}) if grad else frozenset())
 
 
+# ---- who shares memory ------------------------------------------------------------------------------------------
+
+
+class Relatives(nn.Module):
+    """Of its argument: a view, an alias, a view of that, a new tensor. Of a tensor that stays inside: two views."""
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        alias, inside = x.detach(), x * 2
+        return [x[:, 1:], alias, alias[1:], x + 1, inside[:, 1:], inside[1:]]
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_who_shares_memory_and_whom_autograd_takes_for_views(grad: bool) -> None:
+    x = torch.ones(3, 4, requires_grad=grad)
+    view, alias, of_alias, new, first, second = trial(Relatives(), x).places
+    assert (view.shares, view.views, view.offset) == ({0}, {0}, 1)
+    assert (alias.shares, alias.views, alias.offset) == ({0, -1}, set(), 0)
+    assert (of_alias.shares, of_alias.views, of_alias.offset) == ({0, -1, -2}, {-2}, 4)
+    assert (new.shares, first.shares) == (set(), set())
+    assert (second.shares, second.views, second.offset - first.offset) == ({-5}, {-5}, 3)
+
+
 # ---- nothing is left behind ------------------------------------------------------------------------------------
 
 
