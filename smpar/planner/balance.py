@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from smpar.planner.cost import CostModel
 from smpar.planner.network import FREE, Network, Way
-from smpar.planner.stages import Layers, Place, Tensor, find_cuts, least_excess
+from smpar.planner.stages import Layers, Place, Tensor, find_cuts, nearest_cuts
 from smpar.planner.strategy import Strategy
 
 _EVEN = 0.4
@@ -66,10 +66,13 @@ class Balancer:
             self._found[key] = self._cut(strategy, layers, places)
         return self._found[key]
 
-    def excess(self, strategy: Strategy) -> float:
-        """Bytes that the fullest device lacks, under the cuts that spread memory best."""
+    def nearest(self, strategy: Strategy) -> tuple[int, ...]:
+        """The cuts that spread memory best, for a strategy whose own are not looked at."""
+        if strategy.stages == 1:
+            return (0,)
         net = self.model.network(strategy.tp, strategy.pp, strategy.dp, strategy.devices)
-        return least_excess(self._chain(strategy), self._places(strategy, net)).nbytes
+        ranks = strategy.ranks if strategy.virtual_stages > 1 else ()
+        return nearest_cuts(self._chain(strategy), self._places(strategy, net), ranks)
 
     def _cut(self, strategy: Strategy, layers: Layers, places: list[Place]) -> Balanced | None:
         ranks = strategy.ranks if strategy.virtual_stages > 1 else ()

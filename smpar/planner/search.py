@@ -309,8 +309,11 @@ class _Search:
             if found is not None:
                 return min(found.seconds, self._linked(found, slack, max(cuts.ranks)))
         if tried is None:
-            self._missed(strategy, None)
-        return float("inf")
+            self.counts["too large"] += 1
+        if self.best:
+            return float("inf")
+        last = self._consider(replace(strategy, cuts=self.balancer.nearest(strategy)))  # by how much it is too large
+        return float("inf") if last is None else last.seconds
 
     def _linked(self, found: _Found, slack: float, pace: float) -> float:
         """Seconds with cuts that avoid messages, if these take long beside the slowest rank's `pace`."""
@@ -349,13 +352,10 @@ class _Search:
         self.frontier[devices] = min(self.frontier.get(devices, float("inf")), found.seconds)
         self.by_degrees[degrees] = min(self.by_degrees.get(degrees, float("inf")), found.seconds)
 
-    def _missed(self, strategy: Strategy, prediction: Prediction | None) -> None:
+    def _missed(self, strategy: Strategy, prediction: Prediction) -> None:
         self.counts["too large"] += 1
-        if self.best:  # nobody will ask by how much
-            return
-        excess = prediction.excess if prediction is not None else self.balancer.excess(strategy)
-        if self.nearest is None or excess < self.nearest[0]:
-            self.nearest = excess, strategy
+        if self.nearest is None or prediction.excess < self.nearest[0]:
+            self.nearest = prediction.excess, strategy
 
     # -- a look around --------------------------------------------------------------------------
 
