@@ -24,7 +24,7 @@ from smpar.errors import PlanError
 from smpar.planner.balance import Balancer
 from smpar.planner.cost import CostModel, Prediction
 from smpar.planner.plans import Plan, Plans, explain
-from smpar.planner.space import Constraints, Degrees, degrees, placements, schedules
+from smpar.planner.space import Constraints, Degrees, degrees, every_placement, placements, schedules
 from smpar.planner.strategy import Strategy
 
 Progress = Callable[[int, int, float], None]
@@ -39,6 +39,7 @@ _SAMPLED, _HOPELESS = 4, 1.3
 _REFINED, _TRIED = 3, 8  # of the best strategies, whose cuts are moved to and fro; and if they have few stages
 _SLACKS = (1.0, 1.25, 1.6)  # times their memory that cuts may seem to need; the simulation decides
 _LONG = 0.3  # times the pace of the slowest rank that messages take where cuts look at them, too
+_ALL = 6  # placements that are tried if these are all there are
 _ELSEWHERE = 24  # placements of a good strategy that are tried once more at the end
 _FEW = 8  # so many stages at most have several of their cuts moved at once
 
@@ -234,7 +235,8 @@ class _Search:
         """On devices that have times."""
         speeds = {name: 1.0 / self._whole(name, case) for name in self._types(case.tp)}
         known = {node.device: speeds.get(node.device, 0.0) for node in self.model.cluster.nodes}
-        for devices in placements(self.model.cluster, case.tp, case.pp, case.dp, known):
+        few = every_placement(self.model.cluster, case.tp, case.pp * case.dp, _ALL)
+        for devices in few or placements(self.model.cluster, case.tp, case.pp, case.dp, known):
             if {self.model.cluster.type_of(device).name for device in devices} <= speeds.keys():
                 yield devices
 
@@ -376,10 +378,13 @@ class _Search:
         """On other devices, with the same cuts or those made for there."""
         s, best = found.strategy, found
         case = Degrees(s.tp, s.pp, s.dp, s.microbatch, s.microbatches)
-        for devices in itertools.islice(self._placements(case), _ELSEWHERE):
+        every = every_placement(self.model.cluster, s.tp, s.pp * s.dp, _ELSEWHERE)
+        for devices in every or itertools.islice(self._placements(case), _ELSEWHERE):
+            if not {self.model.cluster.type_of(device).name for device in devices} <= set(self._types(s.tp)):
+                continue  # without times there
             there = replace(s, devices=devices)
-            every = (self.balancer.cuts(there, slack) for slack in _SLACKS)
-            made = {cuts.cuts: cuts for cuts in every if cuts is not None}
+            balanced = (self.balancer.cuts(there, slack) for slack in _SLACKS)
+            made = {cuts.cuts: cuts for cuts in balanced if cuts is not None}
             good = [c for c, x in made.items() if self.model.at_least(there, x.stages, x.ranks) < best.seconds]
             for moved in dict.fromkeys([s.cuts, *good]):
                 strategy = replace(there, cuts=moved)

@@ -218,6 +218,43 @@ def placements(cluster: Cluster, tp: int, pp: int, dp: int, speed: Mapping[str, 
     return list(found)
 
 
+def every_placement(cluster: Cluster, tp: int, slots: int, most: int) -> list[tuple[int, ...]]:
+    """All ways to put so many groups of `tp` devices on nodes, but for exchanging equal nodes, or devices inside one.
+
+    Returns:
+        Nothing if there are more than `most`.
+    """
+    alike = [(node.device, node.count, node.intra, node.nic, node.nics) for node in cluster.nodes]
+    whole = cluster.matrix is None
+    found: list[tuple[int, ...]] = []
+
+    def extend(taken: tuple[int, ...]) -> None:
+        """Add the nodes that may come after these; of equal ones not used yet, the first only."""
+        if len(found) > most:
+            return
+        if len(taken) == slots:
+            found.append(taken)
+            return
+        fresh = set()
+        for node in range(len(alike)):
+            if taken.count(node) == cluster.nodes[node].count // tp:
+                continue
+            if whole and node not in taken:
+                if alike[node] in fresh:
+                    continue
+                fresh.add(alike[node])
+            extend((*taken, node))
+
+    extend(())
+    if len(found) > most:
+        return []
+    result = []
+    for nodes in found:
+        free = [itertools.count(start, tp) for start in cluster.starts]
+        result.append(tuple(at + t for at in (next(free[node]) for node in nodes) for t in range(tp)))
+    return result
+
+
 def divisors(number: int) -> list[int]:
     """All divisors, ascending."""
     small = [i for i in range(1, int(number**0.5) + 1) if number % i == 0]

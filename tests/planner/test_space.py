@@ -13,7 +13,7 @@ import pytest
 from smpar.errors import PlanError, ScheduleNameError
 from smpar.planner.cluster import Cluster, DeviceType, Link, Node
 from smpar.planner.hardware import SMPAR
-from smpar.planner.space import Constraints, Degrees, degrees, divisors, placements, schedules
+from smpar.planner.space import Constraints, Degrees, degrees, divisors, every_placement, placements, schedules
 from smpar.planner.strategy import Strategy
 from smpar.schedule import virtual_stages_of
 
@@ -113,6 +113,25 @@ def test_the_drawing() -> None:
     part = cluster(("A", 1), ("B", 2))
     assert set(placements(part, 1, 2, 1, {"A": 2.0, "B": 1.0})) == {(0, 1), (1, 0), (1, 2)}, "with one B left out, too"
     assert placements(c, 1, 1, 1, {"A": 2.0, "B": 1.0}) == [(0,), (8,)], "either type alone"
+
+
+@pytest.mark.parametrize("trial", range(3))
+def test_every_placement_of_few_devices(trial: int, seed: int) -> None:
+    """As many as sequences of nodes, where equal nodes are told apart by who comes first only."""
+    rng = random.Random(f"{seed} {trial}")
+    c = some_cluster(rng, ("A", "B"))
+    for tp, slots in itertools.product((1, 2), (1, 2, 3, 4)):
+        found = every_placement(c, tp, slots, 10**6)
+        expected = set()
+        for nodes in itertools.product(range(len(c.nodes)), repeat=slots):
+            if all(nodes.count(n) <= c.nodes[n].count // tp for n in nodes):
+                kinds = [(c.nodes[n].device, c.nodes[n].count) for n in nodes]
+                first = [nodes.index(n) for n in nodes]
+                expected.add((tuple(kinds), tuple(first)))
+        assert len(found) == len(set(found)) == len(expected)
+        assert all(len(set(devices)) == tp * slots for devices in found)
+        assert all(c.same_node(d[k], d[k + tp - 1]) for d in found for k in range(0, tp * slots, tp))
+        assert every_placement(c, tp, slots, len(found) - 1) == []
 
 
 def test_all_orders_of_few_types_and_two_of_many() -> None:
