@@ -226,28 +226,25 @@ def every_placement(cluster: Cluster, tp: int, slots: int, most: int) -> list[tu
     """
     alike = [(node.device, node.count, node.intra, node.nic, node.nics) for node in cluster.nodes]
     whole = cluster.matrix is None
-    found: list[tuple[int, ...]] = []
-
-    def extend(taken: tuple[int, ...]) -> None:
-        """Add the nodes that may come after these; of equal ones not used yet, the first only."""
-        if len(found) > most:
-            return
-        if len(taken) == slots:
-            found.append(taken)
-            return
-        fresh = set()
-        for node in range(len(alike)):
-            if taken.count(node) == cluster.nodes[node].count // tp:
-                continue
-            if whole and node not in taken:
-                if alike[node] in fresh:
-                    continue
-                fresh.add(alike[node])
-            extend((*taken, node))
-
-    extend(())
-    if len(found) > most:
+    room = [node.count // tp for node in cluster.nodes]
+    if slots > sum(room):
         return []
+    found: list[tuple[int, ...]] = [()]
+    for _ in range(slots):  # each beginning has an end: if there are too many now, there will be then
+        longer = []
+        for taken in found:
+            fresh = set()
+            for node, kind in enumerate(alike):
+                if taken.count(node) == room[node]:
+                    continue
+                if whole and node not in taken:
+                    if kind in fresh:
+                        continue  # of equal nodes not used yet, the first only
+                    fresh.add(kind)
+                longer.append((*taken, node))
+        found = longer
+        if len(found) > most:
+            return []
     result = []
     for nodes in found:
         free = [itertools.count(start, tp) for start in cluster.starts]
