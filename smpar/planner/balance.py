@@ -88,7 +88,7 @@ class Balancer:
         section 2.3), so the pace counts for more.
         """
         m = strategy.microbatches
-        if strategy.schedule not in ("zb", "zbv"):
+        if strategy.schedule != "zb":
             return m
         name = self._types(strategy.tp)[0]
         rows = self.model.rows(name, strategy.tp, strategy.microbatch)

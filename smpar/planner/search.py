@@ -39,6 +39,7 @@ _SAMPLED, _HOPELESS = 4, 1.3
 _REFINED, _TRIED = 3, 8  # of the best strategies, whose cuts are moved to and fro; and if they have few stages
 _SLACKS = (1.0, 1.25, 1.6)  # times their memory that cuts may seem to need; the simulation decides
 _LONG = 0.3  # times the pace of the slowest rank that messages take where cuts look at them, too
+_SHORT = 8  # so many layers at most are a short chain
 _ALL = 6  # placements that are tried if these are all there are
 _ELSEWHERE = 24  # placements of a good strategy that are tried once more at the end
 _FEW = 8  # so many stages at most have several of their cuts moved at once
@@ -107,6 +108,8 @@ class _Search:
             model, global_batch, constraints, keep, progress,
         )  # fmt: skip
         self.balancer = Balancer(model)
+        self.short = model.profile.size <= _SHORT  # cutting again and again is cheap there, and single layers matter
+        self.slacks = _SLACKS if self.short else _SLACKS[:1]
         self.best: dict[tuple[object, ...], _Found] = {}
         self.worst_kept = float("inf")
         self.speeds: dict[tuple[int, int], tuple[list[tuple[float, int]], float]] = {}
@@ -298,7 +301,7 @@ class _Search:
             self.counts["bounded"] += 1
             return hopeless
         tried = None
-        for slack in _SLACKS:
+        for slack in self.slacks:
             cuts = self.balancer.cuts(strategy, slack)
             if cuts is None or cuts == tried:
                 continue
@@ -312,7 +315,7 @@ class _Search:
                 return min(found.seconds, self._linked(found, slack, max(cuts.ranks)))
         if tried is None:
             self.counts["too large"] += 1
-        if self.best:
+        if self.best or not (self.short or virtual == 1):
             return float("inf")
         last = self._consider(replace(strategy, cuts=self.balancer.nearest(strategy)))  # by how much it is too large
         return float("inf") if last is None else last.seconds
@@ -320,7 +323,7 @@ class _Search:
     def _linked(self, found: _Found, slack: float, pace: float) -> float:
         """Seconds with cuts that avoid messages, if these take long beside the slowest rank's `pace`."""
         received = max(stage.receives for stage in found.prediction.stages)
-        if received * found.strategy.virtual_stages <= _LONG * pace or self.model.runtime.blocking:
+        if not self.short or received * found.strategy.virtual_stages <= _LONG * pace or self.model.runtime.blocking:
             return found.seconds
         flags = (True,) * found.strategy.stages if any(found.strategy.recompute) else ()
         cuts = self.balancer.cuts(replace(found.strategy, recompute=flags), slack, links=True)
@@ -383,7 +386,7 @@ class _Search:
             if not {self.model.cluster.type_of(device).name for device in devices} <= set(self._types(s.tp)):
                 continue  # without times there
             there = replace(s, devices=devices)
-            balanced = (self.balancer.cuts(there, slack) for slack in _SLACKS)
+            balanced = (self.balancer.cuts(there, slack) for slack in self.slacks)
             made = {cuts.cuts: cuts for cuts in balanced if cuts is not None}
             good = [c for c, x in made.items() if self.model.at_least(there, x.stages, x.ranks) < best.seconds]
             for moved in dict.fromkeys([s.cuts, *good]):
