@@ -371,7 +371,7 @@ class _Search:
             few = found.strategy.stages <= _FEW and found.seconds < _HOPELESS * ranked[0].seconds
             if place >= _REFINED and not few:
                 continue
-            here = self._elsewhere(found)
+            here = self._elsewhere(found) if self.short else found
             while (better := self._neighbour(here)) is not None:
                 here = better
             self.best[here.kind] = here
