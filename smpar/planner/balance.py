@@ -10,11 +10,14 @@ from dataclasses import dataclass
 
 from smpar.planner.cost import CostModel
 from smpar.planner.network import FREE, Network, Way
-from smpar.planner.stages import Layers, Place, Tensor, find_cuts, least_excess
+from smpar.planner.stages import Layers, Place, Tensor, find_cuts, nearest_cuts
 from smpar.planner.strategy import Strategy
 
 _EVEN = 0.4
 """What the dearest of virtual stages counts beside the dearest rank (see `smpar.planner.partition`)."""
+
+_LEAST_RAMP = 0.1
+"""The part of a ramp that split backwards leave at least."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +42,15 @@ class Balancer:
         self._layers: dict[tuple[object, ...], Layers] = {}
         self._found: dict[tuple[object, ...], tuple[tuple[int, ...], tuple[float, ...]] | None] = {}
 
-    def cuts(self, strategy: Strategy, thorough: bool = False) -> Balanced | None:
+    def cuts(self, strategy: Strategy, slack: float = 1.0, links: bool = False, quick: bool = False) -> Balanced | None:
         """The best cuts for a strategy, whose own are not looked at; None if no cuts keep within the memory.
 
         Args:
-            thorough: where ranks hold several stages, balance the ranks' sums, and keep each rank's memory (some 10
-                ms); else the stages alone, which takes a tenth and gives plans 2 % slower at most, as a rule.
+            slack: the devices' memory is taken to be so many times what it is, for those who look again: sums over
+                layers may exceed what a simulation finds (stages of one rank are not at their fullest at once).
+            links: whether messages cost time even if they do not hold up their sender, as where links are slow.
+            quick: where ranks hold several stages, balance the stages alone instead of the ranks' sums, and keep each
+                stage's memory alone: a tenth of the time, for plans 2 % slower, as a rule.
 
         Raises:
             TooFewUnits: more stages than layers.
@@ -55,12 +61,12 @@ class Balancer:
             again = strategy.recomputes(0)
             whole = sum(self.model.layer_seconds(name, strategy.tp, strategy.microbatch, again))
             return Balanced((0,), (whole,), (whole,))
-        places = self._places(strategy, net)
+        places = self._places(strategy, net, slack, links)
         layers = self._chain(strategy)
-        ranks = strategy.ranks if thorough and strategy.virtual_stages > 1 else ()
-        key = id(layers), tuple(places), strategy.microbatches, ranks
+        ranks = () if quick or strategy.virtual_stages == 1 else strategy.ranks
+        key = id(layers), tuple(places), self._as_if(strategy), ranks
         if key not in self._found:
-            found = find_cuts(layers, places, strategy.microbatches, ranks, _EVEN if ranks else 0.0)
+            found = find_cuts(layers, places, self._as_if(strategy), ranks, _EVEN if ranks else 0.0)
             self._found[key] = None if found is None else (found.cuts, found.stage_time)
         known = self._found[key]
         if known is None:
@@ -70,10 +76,27 @@ class Balancer:
             sums[rank] += seconds
         return Balanced(*known, tuple(sums))
 
-    def excess(self, strategy: Strategy) -> float:
-        """Bytes that the fullest device lacks, under the cuts that spread memory best."""
+    def nearest(self, strategy: Strategy) -> tuple[int, ...]:
+        """The cuts that spread memory best, for a strategy whose own are not looked at."""
+        if strategy.stages == 1:
+            return (0,)
         net = self.model.network(strategy.tp, strategy.pp, strategy.dp, strategy.devices)
-        return least_excess(self._chain(strategy), self._places(strategy, net)).nbytes
+        ranks = strategy.ranks if strategy.virtual_stages > 1 else ()
+        return nearest_cuts(self._chain(strategy), self._places(strategy, net), ranks)
+
+    def _as_if(self, strategy: Strategy) -> int:
+        """Microbatches for which the partitioner's objective, one way across and then the pace, weighs both right.
+
+        Split backwards fill much of the ramp: of a stage's F + B, only F + B - 2 W remain of it (arXiv 2401.10241,
+        section 2.3), so the pace counts for more.
+        """
+        m = strategy.microbatches
+        if strategy.schedule != "zb":
+            return m
+        name = self._types(strategy.tp)[0]
+        rows = self.model.rows(name, strategy.tp, strategy.microbatch)
+        both, weight = float(rows.forward[-1] + rows.backward[-1]), float(rows.weight[-1])
+        return 1 + round((m - 1) * both / max(both - 2 * weight, _LEAST_RAMP * both)) if both > 0.0 else m
 
     def _chain(self, strategy: Strategy) -> Layers:
         """Layers as the partitioner sees them: one row of times for each device type of the profile."""
@@ -105,7 +128,7 @@ class Balancer:
     def _types(self, tp: int) -> list[str]:
         return [name for name in self.model.profile.devices if tp in self.model.profile.degrees(name)]
 
-    def _places(self, strategy: Strategy, net: Network) -> list[Place]:
+    def _places(self, strategy: Strategy, net: Network, slack: float = 1.0, links: bool = False) -> list[Place]:
         model, ranks = self.model, strategy.ranks
         names = self._types(strategy.tp)
         usual = statistics.median(layer.transient for layer in model.profile.layers)
@@ -114,7 +137,7 @@ class Balancer:
         places = []
         for stage, rank in enumerate(ranks):
             way = FREE
-            if model.runtime.blocking and stage and ranks[stage - 1] != rank:
+            if (model.runtime.blocking or links) and stage and ranks[stage - 1] != rank:
                 way = _worst(net, ranks[stage - 1], rank, strategy.pp)
             held = in_flight(strategy, rank)
             again = strategy.recomputes(stage)
@@ -124,8 +147,8 @@ class Balancer:
                     way.per_byte,
                     2 * way.latency,
                     1.0 if again else held,
-                    transient + (held * kept if again else 0.0),
-                    max(0.0, net.limits[rank]),
+                    transient + (held * kept if again and stage else 0.0),
+                    max(0.0, net.limits[rank]) * slack,
                 )
             )
         return places

@@ -59,7 +59,7 @@ class Prediction:
         seconds: of a step.
         pipeline: seconds up to the last backward.
         reduction: seconds from there to the end of the last reduction.
-        optimizer: seconds of the slowest rank's step, and what is left.
+        optimizer: seconds from there to the end: the slowest rank's step, and what each step costs besides.
         bubble: share of the ranks' time, up to the last backward, in which they compute nothing.
         memory: bytes on a device of each pipeline rank, the worst replica's.
         limits: bytes that those devices have.
@@ -163,8 +163,11 @@ class CostModel:
     def at_least(self, strategy: Strategy, stages: Sequence[float], ranks: Sequence[float]) -> float:
         """Seconds that a step takes at least, from those per microbatch of stages, and of ranks, alone.
 
-        A rank computes all its microbatches, then its gradients are reduced and its parameters stepped. Of whole
-        backwards, the first microbatch crosses all stages before it, and the last comes back over them.
+        A rank computes all microbatches, then its gradients are reduced (with several stages, all but the last one's
+        perhaps before) and its parameters stepped: ``end = computing + per_parameter * held``. Whoever holds how many
+        of the parameters, the mean of the ends, weighted by ``1 / per_parameter``, does not change. Of whole backwards,
+        the first microbatch crosses all stages before a stage, and the last comes back over them, if one replica has
+        these stages.
         """
         net, runtime, m = (
             self.network(strategy.tp, strategy.pp, strategy.dp, strategy.devices),
@@ -172,18 +175,29 @@ class CostModel:
             strategy.microbatches,
         )
         most = max(ranks) * m
-        if strategy.schedule in ("1f1b", "gpipe", "simple", "interleaved"):
+        if strategy.schedule in ("1f1b", "gpipe", "simple", "interleaved") and self._in_one(net, strategy.tp):
             before = 0.0
             for seconds in stages:
                 before += seconds
                 most = max(most, before + (m - 1) * seconds)
         shards = strategy.dp if strategy.shard_optimizer else 1
-        held = self.flow.parameters_of(0, self.profile.size, strategy.tp) / strategy.pp
-        ends = [
-            m * seconds + held * (runtime.reduced * per_byte + runtime.step / shards / (bandwidth * runtime.memory))
-            for seconds, per_byte, bandwidth in zip(ranks, net.reduction, net.bandwidths, strict=True)
+        held = self.flow.parameters_of(0, self.profile.size, strategy.tp)
+        reduced = runtime.reduced if strategy.virtual_stages == 1 else 0.0
+        each = [
+            reduced * per_byte + runtime.step / shards / (bandwidth * runtime.memory)
+            for per_byte, bandwidth in zip(net.reduction, net.bandwidths, strict=True)
         ]
-        return max(most, sum(ends) / len(ends)) + runtime.fixed
+        if min(each) > 0.0:
+            ends = held + sum(m * seconds / per for seconds, per in zip(ranks, each, strict=True))
+            most = max(most, ends / sum(1.0 / per for per in each))
+        return most + runtime.fixed
+
+    def _in_one(self, net: Network, tp: int) -> bool:
+        """Whether one replica has the slowest device of every rank."""
+        if all(len(names) == 1 for names in net.types):
+            return True
+        slowest = tuple(self.slowest(names, tp) for names in net.types)
+        return any(replica.types == slowest for replica in net.replicas)
 
     def parts(self, strategy: Strategy) -> Parts:
         """What the strategy's step is made of, for those who execute it.
@@ -337,7 +351,7 @@ class _Case:
             total + runtime.fixed,
             end,
             reduced - end,
-            total - reduced,
+            total + runtime.fixed - reduced,
             1.0 - sum(busy) / (strategy.pp * end) if end else 0.0,
             self._memory([max(line.peak_bytes[rank] for line in lines) for rank in range(strategy.pp)]),
             net.limits,

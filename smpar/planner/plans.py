@@ -13,10 +13,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from smpar.errors import PlanFileError, SmparError
+from smpar.errors import PlanFileError
 from smpar.planner.cluster import Cluster
-from smpar.planner.cost import CostModel, Prediction, Stage
+from smpar.planner.cost import CostModel, Prediction
 from smpar.planner.parts import Parts
+from smpar.planner.plan_parts import FIX, read_layers, read_parts, read_prediction, read_strategy
 from smpar.planner.strategy import Strategy
 
 VERSION = 1
@@ -69,26 +70,33 @@ class Plan:
         """Read what `to_dict` gave.
 
         Raises:
-            PlanFileError: it is no plan, or of another version.
+            PlanFileError: it is no plan, of another version, or its parts do not fit together.
+            PlanError: its cluster or its timetable is none.
         """
         if not isinstance(given, Mapping) or given.get("smpar_plan") != VERSION:
             found = (
                 given.get("smpar_plan", "no key `smpar_plan`") if isinstance(given, Mapping) else type(given).__name__
             )
-            raise PlanFileError(f"a plan is a JSON object with `smpar_plan`: {VERSION}", f"{found}", _FIX)
+            raise PlanFileError(f"a plan is a JSON object with `smpar_plan`: {VERSION}", f"{found}", FIX)
+        missing = [name for name in ("strategy", "layers", "cluster", "prediction") if name not in given]
+        if missing:
+            raise PlanFileError("a plan file has all its parts", f"no {missing[0]!r}", FIX)
         try:
-            predicted = dict(given["prediction"])
-            predicted["stages"] = tuple(Stage(**_tuples(stage)) for stage in predicted["stages"])
+            layers = read_layers(given["layers"])
+            cluster = Cluster.from_dict(given["cluster"])
+            strategy = read_strategy(given["strategy"], len(layers), cluster.size)
             return cls(
-                _checked(Strategy(**_tuples(given["strategy"])), len(given["layers"])),
-                Prediction(**_tuples(predicted)),
-                tuple(given["layers"]),
-                Cluster.from_dict(given["cluster"]),
+                strategy,
+                read_prediction(given["prediction"], strategy),
+                layers,
+                cluster,
                 str(given.get("why", "")),
-                Parts.from_dict(given["parts"]) if given.get("parts") is not None else None,
+                read_parts(given.get("parts"), strategy),
             )
-        except (KeyError, TypeError) as error:
-            raise PlanFileError("a plan file has all its parts", f"{type(error).__name__}: {error}", _FIX) from None
+        except (KeyError, TypeError, ValueError) as error:
+            raise PlanFileError(
+                "a plan file has the parts that smpar wrote", f"{type(error).__name__}: {error}", FIX
+            ) from None
 
     @classmethod
     def from_file(cls, path: str | Path) -> Plan:
@@ -100,11 +108,8 @@ class Plan:
         try:
             given = json.loads(Path(path).read_text())
         except (OSError, ValueError) as error:
-            raise PlanFileError("a plan is a JSON file", f"{path}: {error}", _FIX) from None
+            raise PlanFileError("a plan is a JSON file", f"{path}: {error}", FIX) from None
         return cls.from_dict(given)
-
-
-_FIX = "write one with `smpar plan ... -o plan.json`"
 
 
 @dataclass(frozen=True)
@@ -204,37 +209,3 @@ _WORDS = {
 
 def _milli(seconds: float) -> str:
     return f"{1e3 * seconds:.3g} ms"
-
-
-def _tuples(given: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
-
-
-def _checked(strategy: Strategy, layers: int) -> Strategy:
-    """A strategy whose parts fit together.
-
-    Raises:
-        PlanFileError: they do not.
-    """
-    cuts = strategy.cuts
-    try:
-        good = (
-            len(cuts) == len(strategy.ranks) and cuts[0] == 0 and list(cuts) == sorted(set(cuts)) and cuts[-1] < layers
-        )
-    except SmparError as error:
-        raise PlanFileError(error.rule, error.values, error.fix) from None
-    if not good:
-        raise PlanFileError(
-            "a plan cuts its layers into as many stages as its degrees say, from 0 on, ascending",
-            f"cuts {cuts} of {layers} layers for {strategy.stages} stages",
-            _FIX,
-        )
-    if len(set(strategy.devices)) != strategy.tp * strategy.pp * strategy.dp or len(strategy.devices) != len(
-        set(strategy.devices)
-    ):
-        raise PlanFileError(
-            "a plan has one device for each place of its degrees",
-            f"{len(set(strategy.devices))} different devices for {strategy.tp} x {strategy.pp} x {strategy.dp}",
-            _FIX,
-        )
-    return strategy

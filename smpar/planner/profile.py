@@ -16,13 +16,16 @@ from __future__ import annotations
 import bisect
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from smpar.errors import ProfileError
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -179,10 +182,10 @@ class Profile:
         """
         parts = _record(Profile, given, "the profile")
         return cls(
-            tuple(Layer(**_record(Layer, x, f"layer {i}")) for i, x in enumerate(parts["layers"])),
-            tuple(Tensor(**_record(Tensor, x, f"tensor {i}")) for i, x in enumerate(parts["tensors"])),
-            tuple(Times(**_record(Times, x, f"times {i}")) for i, x in enumerate(parts["times"])),
-            tuple(Tied(**_record(Tied, x, f"tied {i}")) for i, x in enumerate(parts.get("tied", ()))),
+            _records(Layer, parts["layers"], "layers"),
+            _records(Tensor, parts["tensors"], "tensors"),
+            _records(Times, parts["times"], "times"),
+            _records(Tied, parts.get("tied", ()), "tied"),
         )
 
     @classmethod
@@ -214,6 +217,12 @@ def _record(cls: type, given: Any, where: str) -> dict[str, Any]:
     if needed:
         raise ProfileError(f"{where} has the keys {_keys(cls)}", f"no {needed[0]!r}", f"add {needed[0]!r}")
     return result
+
+
+def _records(cls: type[_T], given: Any, name: str) -> tuple[_T, ...]:
+    if not isinstance(given, tuple):
+        raise ProfileError(f"{name} of the profile is a list", f"{given!r}"[:80], f"give {name} as a list of objects")
+    return tuple(cls(**_record(cls, x, f"{name}[{i}]")) for i, x in enumerate(given))
 
 
 def _frozen(value: Any) -> Any:
@@ -251,29 +260,51 @@ def _check(profile: Profile) -> None:
             f"{count} layers, {len(profile.times)} tables of times",
             "measure the model with `smpar profile`",
         )
-    for layer in profile.layers:
+    for i, layer in enumerate(profile.layers):
+        _text(layer.name, f"name of layer {i}")
         for name in ("parameters", "saved", "whole_parameters", "whole_saved", "output", "transient"):
             _number(getattr(layer, name), f"{name} of layer {layer.name!r}")
+        for part, whole in (("whole_parameters", "parameters"), ("whole_saved", "saved")):
+            _inside(getattr(layer, part), getattr(layer, whole), f"{part} of layer {layer.name!r}", whole)
     for i, tensor in enumerate(profile.tensors):
         _number(tensor.elements, f"elements of tensor {i}")
-        _indices((tensor.source, *tensor.targets), count, f"tensor {i}")
+        _indices(tensor.source, tensor.targets, count, f"tensor {i}")
+        if tensor.gradient not in (True, False):
+            _wrong(tensor.gradient, f"gradient of tensor {i}", "true or false")
     for i, tied in enumerate(profile.tied):
         _number(tied.parameters, f"parameters of tied {i}")
-        _indices(tied.layers, count, f"tied {i}")
+        _indices(0, tied.layers, count, f"tied {i}")
+        for at in tied.layers:
+            _inside(tied.parameters, profile.layers[at].parameters, f"parameters of tied {i}", f"those of layer {at}")
     for times in profile.times:
         _check_times(times, count)
+    twice = [key for key, n in Counter((t.device, t.tp) for t in profile.times).items() if n > 1]
+    if twice:
+        raise ProfileError(
+            "a profile has one table of times for each device type and tensor-parallel degree",
+            f"several for {twice[0][0]!r} at tp {twice[0][1]}",
+            "keep one of them; several microbatch sizes are rows of one table",
+        )
 
 
 def _check_times(times: Times, count: int) -> None:
+    _text(times.device, "device of times")
     where = f"times of {times.device!r} at tp {times.tp}"
-    sizes = times.microbatches
-    if times.tp < 1 or not sizes or list(sizes) != sorted(set(sizes)) or not sizes[0] > 0:
+    if not isinstance(times.tp, int) or isinstance(times.tp, bool) or times.tp < 1:
+        _wrong(times.tp, f"tp of times of {times.device!r}", "a whole number, 1 or more")
+    sizes: Any = times.microbatches
+    if not isinstance(sizes, tuple):
+        _wrong(sizes, f"microbatches ({where})", "a list of sizes")
+    for size in sizes:
+        _number(size, f"a microbatch size ({where})")
+    if not sizes or list(sizes) != sorted(set(sizes)) or not sizes[0] > 0:
         raise ProfileError(
-            "times belong to a tensor-parallel degree of at least 1 and to ascending microbatch sizes",
-            f"{where}: microbatches {sizes}",
-            "give microbatches like [1, 2, 4]",
+            "times belong to ascending microbatch sizes", f"{where}: microbatches {sizes}", "give sizes like [1, 2, 4]"
         )
+    rows: Any
     for name, rows in (("forward", times.forward), ("backward", times.backward), ("weight", times.weight)):
+        if not isinstance(rows, tuple) or not all(isinstance(row, tuple) for row in rows):
+            _wrong(rows, f"{name} ({where})", "a list of rows")
         if name == "weight" and not rows:
             continue
         if len(rows) != len(sizes) or any(len(row) != count for row in rows):
@@ -287,10 +318,7 @@ def _check_times(times: Times, count: int) -> None:
                 _number(value, f"{name} of layer {i} at microbatch {size} ({where})")
     for row, whole in zip(times.weight, times.backward, strict=False):
         for i, (part, all_) in enumerate(zip(row, whole, strict=True)):
-            if part > all_:
-                raise ProfileError(
-                    "the weights' part is inside the whole backward", f"layer {i}: {part} > {all_}", "correct `weight`"
-                )
+            _inside(part, all_, f"weight of layer {i} ({where})", "its backward")
 
 
 def _number(value: Any, name: str) -> None:
@@ -299,9 +327,25 @@ def _number(value: Any, name: str) -> None:
         raise ProfileError("costs are numbers, finite and not negative", f"{name} is {value!r}", "measure it again")
 
 
-def _indices(indices: Sequence[Any], count: int, name: str) -> None:
-    for i in indices:
-        if not isinstance(i, int) or not 0 <= i < count:
+def _inside(part: float, whole: float, name: str, of: str) -> None:
+    if part > whole:
+        raise ProfileError(f"a part is not larger than its whole: {name}, {of}", f"{part} > {whole}", f"correct {name}")
+
+
+def _text(value: Any, name: str) -> None:
+    if not isinstance(value, str):
+        _wrong(value, name, "a name")
+
+
+def _wrong(value: Any, name: str, must: str) -> None:
+    raise ProfileError(f"{name} is {must}", f"{value!r}"[:80], f"correct {name}")
+
+
+def _indices(first: Any, others: Any, count: int, name: str) -> None:
+    if not isinstance(others, tuple):
+        _wrong(others, f"the layers that {name} names", "a list of places")
+    for i in (first, *others):
+        if not isinstance(i, int) or isinstance(i, bool) or not 0 <= i < count:
             raise ProfileError(
                 "layers are named by their place",
                 f"{name} names {i!r}, but there are {count} layers",

@@ -13,6 +13,7 @@ much, the degrees that a simple guess likes best come before all others.
 from __future__ import annotations
 
 import heapq
+import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +24,7 @@ from smpar.errors import PlanError
 from smpar.planner.balance import Balancer
 from smpar.planner.cost import CostModel, Prediction
 from smpar.planner.plans import Plan, Plans, explain
-from smpar.planner.space import Constraints, Degrees, degrees, placements, schedules
+from smpar.planner.space import Constraints, Degrees, degrees, every_placement, placements, schedules
 from smpar.planner.strategy import Strategy
 
 Progress = Callable[[int, int, float], None]
@@ -35,7 +36,13 @@ _PLACED = 2
 """Of the placements of some degrees, how many are tried under every schedule: the fastest under the first."""
 _SAMPLED, _HOPELESS = 4, 1.3
 """After so many placements the others are left out, if the fastest is slower by that factor than all plans kept."""
-_REFINED = 3  # of the best strategies, whose cuts are moved to and fro
+_REFINED, _TRIED = 3, 8  # of the best strategies, whose cuts are moved to and fro; and if they have few stages
+_SLACKS = (1.0, 1.25, 1.6)  # times their memory that cuts may seem to need; the simulation decides
+_LONG = 0.3  # times the pace of the slowest rank that messages take where cuts look at them, too
+_SHORT = 8  # so many layers at most are a short chain
+_ALL = 6  # placements that are tried if these are all there are
+_ELSEWHERE = 24  # placements of a good strategy that are tried once more at the end
+_FEW = 8  # so many stages at most have several of their cuts moved at once
 
 
 def search(
@@ -87,6 +94,10 @@ class _Found:
         return self.prediction.seconds
 
     @property
+    def fits(self) -> bool:
+        return self.prediction.fits
+
+    @property
     def kind(self) -> tuple[object, ...]:
         """Of strategies that differ in placement, cuts and thrift only, one is kept."""
         s = self.strategy
@@ -101,6 +112,8 @@ class _Search:
             model, global_batch, constraints, keep, progress,
         )  # fmt: skip
         self.balancer = Balancer(model)
+        self.short = model.profile.size <= _SHORT  # cutting again and again is cheap there, and single layers matter
+        self.slacks = _SLACKS if self.short else _SLACKS[:1]
         self.best: dict[tuple[object, ...], _Found] = {}
         self.worst_kept = float("inf")
         self.speeds: dict[tuple[int, int], tuple[list[tuple[float, int]], float]] = {}
@@ -209,24 +222,30 @@ class _Search:
 
     def _try(self, case: Degrees) -> None:
         """All placements under the first schedule; the best few of them under the others, too."""
-        speeds = {name: 1.0 / self._whole(name, case) for name in self._types(case.tp)}
-        known = {node.device: speeds.get(node.device, 0.0) for node in self.model.cluster.nodes}
         names = list(schedules(case.pp, self.model.profile.size, self.constraints, self.model.runtime.schedules))
         if not names:
             return
         first, *others = names
         tried: list[tuple[float, int, tuple[int, ...], _Thrift | None]] = []
-        for devices in placements(self.model.cluster, case.tp, case.pp, case.dp, known):
+        for devices in self._placements(case):
             if len(tried) >= _SAMPLED and min(tried)[0] > _HOPELESS * self.worst_kept:
                 break
-            if {self.model.cluster.type_of(device).name for device in devices} <= speeds.keys():
-                seconds, thrift = self._try_thrift(case, devices, *first)
-                tried.append((seconds, len(tried), devices, thrift))
+            seconds, thrift = self._try_thrift(case, devices, *first)
+            tried.append((seconds, len(tried), devices, thrift))
         for simple, _, devices, thrift in sorted(tried)[:_PLACED]:
             vain: set[str] = set()
             for name, virtual in others:
                 if name not in vain and self._try_thrift(case, devices, name, virtual, thrift)[0] >= simple:
                     vain.add(name)  # more virtual stages will not help where fewer did not
+
+    def _placements(self, case: Degrees) -> Iterator[tuple[int, ...]]:
+        """On devices that have times."""
+        speeds = {name: 1.0 / self._whole(name, case) for name in self._types(case.tp)}
+        known = {node.device: speeds.get(node.device, 0.0) for node in self.model.cluster.nodes}
+        few = every_placement(self.model.cluster, case.tp, case.pp * case.dp, _ALL)
+        for devices in few or placements(self.model.cluster, case.tp, case.pp, case.dp, known):
+            if {self.model.cluster.type_of(device).name for device in devices} <= speeds.keys():
+                yield devices
 
     def _hopeless(self, strategy: Strategy) -> float | None:
         """Seconds at least, if even stages on devices as fast as these in all would be too slow."""
@@ -285,35 +304,57 @@ class _Search:
         if hopeless is not None:
             self.counts["bounded"] += 1
             return hopeless
-        cuts = self.balancer.cuts(strategy)
-        if cuts is None:
-            self._missed(strategy, None)
+        tried, quick = None, virtual > 1 and not self.short
+        for slack in self.slacks:
+            cuts = self.balancer.cuts(strategy, slack, quick=quick)
+            if cuts is None or cuts == tried:
+                continue
+            tried = cuts
+            least = self.model.at_least(strategy, cuts.stages, cuts.ranks)
+            if least >= self.worst_kept:
+                self.counts["bounded"] += 1
+                return least
+            found = self._consider(replace(strategy, cuts=cuts.cuts))
+            if quick and not found.fits and found.seconds < self.worst_kept:  # worth cuts made with care
+                careful = self.balancer.cuts(strategy, slack)
+                found = found if careful is None else self._consider(replace(strategy, cuts=careful.cuts))
+            if found.fits:
+                return min(found.seconds, self._linked(found, slack, max(cuts.ranks)))
+        if tried is None:
+            self.counts["too large"] += 1
+        if self.best or not (self.short or virtual == 1):
             return float("inf")
-        least = self.model.at_least(strategy, cuts.stages, cuts.ranks)
-        if least >= self.worst_kept:
-            self.counts["bounded"] += 1
-            return least
-        prediction = self._consider(replace(strategy, cuts=cuts.cuts))
-        if not prediction.fits and virtual > 1 and prediction.seconds < self.worst_kept:  # worth cuts made with care
-            careful = self.balancer.cuts(strategy, thorough=True)
-            prediction = self._consider(replace(strategy, cuts=careful.cuts)) if careful is not None else prediction
-        return prediction.seconds if prediction.fits else float("inf")
+        last = self._consider(replace(strategy, cuts=self.balancer.nearest(strategy)))  # by how much it is too large
+        return last.seconds if last.fits else float("inf")
 
-    def _consider(self, strategy: Strategy) -> Prediction:
-        """Predict a strategy, and keep it if it fits and is good."""
-        prediction = self.model.predict(strategy)
+    def _linked(self, found: _Found, slack: float, pace: float) -> float:
+        """Seconds with cuts that avoid messages, if these take long beside the slowest rank's `pace`."""
+        received = max(stage.receives for stage in found.prediction.stages)
+        if received * found.strategy.virtual_stages <= _LONG * pace or self.model.runtime.blocking:
+            return found.seconds
+        flags = (True,) * found.strategy.stages if any(found.strategy.recompute) else ()
+        cuts = self.balancer.cuts(replace(found.strategy, recompute=flags), slack, links=True, quick=not self.short)
+        if cuts is None or cuts.cuts == found.strategy.cuts:
+            return found.seconds
+        other = self._consider(replace(found.strategy, cuts=cuts.cuts, recompute=flags))
+        return other.seconds if other.fits else found.seconds
+
+    def _consider(self, strategy: Strategy) -> _Found:
+        """Predict it; kept if it fits and is good."""
+        found = _Found(strategy, self.model.predict(strategy))
         self.counts["simulated"] += 1
-        if not prediction.fits:
-            self._missed(strategy, prediction)
-            return prediction
-        found = _Found(strategy, prediction)
+        if not found.fits:
+            self._missed(strategy, found.prediction)
+            return found
+        if any(strategy.recompute) and found.seconds < _HOPELESS * self.worst_kept:
+            found = self._relieved(found)
         self._note(found)
         before = self.best.get(found.kind)
         if before is None or found.seconds < before.seconds:
             self.best[found.kind] = found
             if len(self.best) >= self.keep:
                 self.worst_kept = heapq.nsmallest(self.keep, (f.seconds for f in self.best.values()))[-1]
-        return prediction
+        return found
 
     def _note(self, found: _Found) -> None:
         """The best seconds with so many devices, and with such degrees."""
@@ -322,53 +363,95 @@ class _Search:
         self.frontier[devices] = min(self.frontier.get(devices, float("inf")), found.seconds)
         self.by_degrees[degrees] = min(self.by_degrees.get(degrees, float("inf")), found.seconds)
 
-    def _missed(self, strategy: Strategy, prediction: Prediction | None) -> None:
+    def _missed(self, strategy: Strategy, prediction: Prediction) -> None:
         self.counts["too large"] += 1
-        if self.best:  # nobody will ask by how much
-            return
-        excess = prediction.excess if prediction is not None else self.balancer.excess(strategy)
-        if self.nearest is None or excess < self.nearest[0]:
-            self.nearest = excess, strategy
+        if self.nearest is None or prediction.excess < self.nearest[0]:
+            self.nearest = prediction.excess, strategy
 
     # -- a look around --------------------------------------------------------------------------
 
     def _refine(self) -> None:
         """Move single cuts of the best strategies, and recompute less, as long as that helps."""
         for found in sorted(self.best.values(), key=lambda f: f.seconds)[: self.keep]:
-            if found.strategy.virtual_stages > 1:
-                cuts = self.balancer.cuts(found.strategy, thorough=True)
-                if cuts is not None:
-                    self._consider(replace(found.strategy, cuts=cuts.cuts))
-        for found in sorted(self.best.values(), key=lambda f: f.seconds)[:_REFINED]:
-            here = found
+            if found.strategy.virtual_stages > 1 and (cuts := self.balancer.cuts(found.strategy)) is not None:
+                self._consider(replace(found.strategy, cuts=cuts.cuts))
+        ranked = sorted(self.best.values(), key=lambda f: f.seconds)
+        for place, found in enumerate(ranked[:_TRIED]):
+            few = found.strategy.stages <= _FEW and found.seconds < _HOPELESS * ranked[0].seconds
+            if place >= _REFINED and not few:
+                continue
+            here = self._elsewhere(found) if self.short else found
             while (better := self._neighbour(here)) is not None:
                 here = better
             self.best[here.kind] = here
             self._note(here)
 
+    def _elsewhere(self, found: _Found) -> _Found:
+        """On other devices, with the same cuts or those made for there."""
+        s, best = found.strategy, found
+        case = Degrees(s.tp, s.pp, s.dp, s.microbatch, s.microbatches)
+        every = every_placement(self.model.cluster, s.tp, s.pp * s.dp, _ELSEWHERE)
+        for devices in every or itertools.islice(self._placements(case), _ELSEWHERE):
+            if not {self.model.cluster.type_of(device).name for device in devices} <= set(self._types(s.tp)):
+                continue  # without times there
+            there = replace(s, devices=devices)
+            balanced = (self.balancer.cuts(there, slack) for slack in self.slacks)
+            made = {cuts.cuts: cuts for cuts in balanced if cuts is not None}
+            good = [c for c, x in made.items() if self.model.at_least(there, x.stages, x.ranks) < best.seconds]
+            for moved in dict.fromkeys([s.cuts, *good]):
+                strategy = replace(there, cuts=moved)
+                prediction = self.model.predict(strategy)
+                if prediction.fits and prediction.seconds < best.seconds:
+                    best = _Found(strategy, prediction)
+        return best
+
     def _neighbour(self, found: _Found) -> _Found | None:
-        for strategy in (*self._less_recomputing(found.strategy), *self._moved(found.strategy)):
+        for strategy in (*self._less_recomputing(found.strategy), *self._both(found.strategy)):
             prediction = self.model.predict(strategy)
             if prediction.fits and prediction.seconds < found.seconds * (1 - 1e-9):
                 return _Found(strategy, prediction)
         return None
+
+    def _relieved(self, found: _Found) -> _Found:
+        """With each stage in turn, last ones first, computing nothing again if it fits so."""
+        for stage in reversed(range(found.strategy.stages)):
+            if found.strategy.recomputes(stage) and self.constraints.allows("recompute", "none"):
+                less = _toggled(found.strategy, stage)
+                prediction = self.model.predict(less)
+                if prediction.fits and prediction.seconds <= found.seconds:
+                    found = _Found(less, prediction)
+        return found
 
     def _less_recomputing(self, strategy: Strategy) -> Iterator[Strategy]:
         if not self.constraints.allows("recompute", "none"):
             return
         for stage in reversed(range(strategy.stages)):
             if strategy.recomputes(stage):
-                flags = tuple(flag and s != stage for s, flag in enumerate(strategy.recompute))
-                yield replace(strategy, recompute=flags if any(flags) else ())
+                yield _toggled(strategy, stage)
+
+    def _both(self, strategy: Strategy) -> Iterator[Strategy]:
+        """Cuts moved; where stages recompute and are few, also with any one of them changing its way."""
+        allows = self.constraints.allows
+        mixed = strategy.recompute and allows("recompute", "none") and allows("recompute", "full")
+        for moved in self._moved(strategy):
+            yield moved
+            for stage in range(strategy.stages if mixed and strategy.stages <= _FEW else 0):
+                yield _toggled(moved, stage)
 
     def _moved(self, strategy: Strategy) -> Iterator[Strategy]:
+        """One cut moved by a layer, or, where stages are few, several next to each other."""
         cuts, size = strategy.cuts, self.model.profile.size
-        for place in range(1, len(cuts)):
-            for step in (-1, 1):
-                moved = (*cuts[:place], cuts[place] + step, *cuts[place + 1 :])
-                end = moved[place + 1] if place + 1 < len(moved) else size
-                if moved[place - 1] < moved[place] < end:
-                    yield replace(strategy, cuts=moved)
+        widest = len(cuts) if len(cuts) <= _FEW else 1
+        for width in range(1, widest + 1):
+            for place in range(1, len(cuts) - width + 1):
+                for step in (-1, 1):
+                    moved = (
+                        *cuts[:place],
+                        *(cut + step for cut in cuts[place : place + width]),
+                        *cuts[place + width :],
+                    )
+                    if all(a < b for a, b in zip(moved, (*moved[1:], size), strict=True)):
+                        yield replace(strategy, cuts=moved)
 
     # -- nothing found --------------------------------------------------------------------------
 
@@ -402,3 +485,9 @@ class _Search:
         if self.constraints.microbatch is not None and min(self.constraints.microbatch) > 1:
             ways.insert(0, "allow smaller microbatches")
         return "; or ".join(ways)
+
+
+def _toggled(strategy: Strategy, stage: int) -> Strategy:
+    """With that stage recomputing if it does not, and the other way round."""
+    flags = tuple(strategy.recomputes(s) != (s == stage) for s in range(strategy.stages))
+    return replace(strategy, recompute=flags if any(flags) else ())

@@ -21,7 +21,7 @@ from smpar.schedule import virtual_stages_of
 VIRTUAL = (2, 3, 4)
 """Numbers of virtual stages that are tried where a schedule leaves the choice."""
 _SMALL = 64
-"""Up to so many devices all pipeline degrees are tried."""
+"""Up to so many devices all pipeline degrees are tried, and all types of those used in every order."""
 _PERMUTED = 4
 """Up to so many device types all orders are tried, beyond only by speed."""
 
@@ -68,6 +68,10 @@ class Constraints:
                     f"did you mean {near[0]!r}?" if near else f"remove {name!r}",
                 )
             several = tuple(value) if isinstance(value, (list, tuple, set, frozenset, range)) else (value,)
+            if not several:
+                raise PlanError(
+                    f"the constraint `{name}` allows something", "no value", f"give one, or leave {name} out"
+                )
             for one in several:
                 _require_good(name, one)
             values[name] = several
@@ -156,11 +160,10 @@ def schedules(pp: int, layers: int, constraints: Constraints, named: tuple[str, 
     Args:
         named: what the runtime knows.
     """
-    if pp == 1:
-        allowed = constraints.schedule
-        name = "1f1b" if allowed is None or "1f1b" in allowed else allowed[0]
-        if virtual_stages_of(name) == 1 and constraints.allows("virtual_stages", 1):
-            yield name, 1
+    if pp == 1:  # all are the same there
+        alike = [name for name in constraints.schedule or named if virtual_stages_of(name) == 1]
+        if alike and constraints.allows("virtual_stages", 1):
+            yield ("1f1b" if "1f1b" in alike else alike[0]), 1
         return
     for name in constraints.schedule or named:
         default = virtual_stages_of(name)
@@ -174,8 +177,9 @@ def placements(cluster: Cluster, tp: int, pp: int, dp: int, speed: Mapping[str, 
     """Ways to put the places of these degrees on devices; see `smpar.planner.strategy.Strategy.devices`.
 
     Nodes come type by type, in every order of the types (by speed only, if there are many), and devices are taken from
-    the front: so slow types may be left out, or be anywhere in the pipeline. Along that order places go stage by stage
-    (replicas side by side, good for reductions) or replica by replica (stages side by side, good for messages).
+    the front: so slow types may be left out. Those taken are put in every such order again (on large clusters in the
+    same one), so each type may be anywhere in the pipeline. Along that order places go stage by stage (replicas side by
+    side, good for reductions) or replica by replica (stages side by side, good for messages).
 
     Args:
         speed: of each device type; any unit.
@@ -187,25 +191,65 @@ def placements(cluster: Cluster, tp: int, pp: int, dp: int, speed: Mapping[str, 
         start += node.count
     types = list(dict.fromkeys(node.device for node in cluster.nodes))
     by_speed = sorted(types, key=lambda name: -speed[name])
-    orders = (
-        itertools.permutations(by_speed) if len(types) <= _PERMUTED else iter((tuple(by_speed), tuple(by_speed[::-1])))
-    )
-    found: dict[tuple[int, ...], None] = {}
-    for order in orders:
-        slots = [
-            tuple(range(first[i] + k, first[i] + k + tp))
+    every = [tuple(by_speed), tuple(by_speed[::-1])]
+    if len(types) <= _PERMUTED:
+        every = list(itertools.permutations(by_speed))
+    whole = {
+        order: [
+            (name, tuple(range(first[i] + k, first[i] + k + tp)))
             for name in order
             for i, node in enumerate(cluster.nodes)
             if node.device == name
             for k in range(0, node.count - tp + 1, tp)
-        ][: pp * dp]
-        if len(slots) < pp * dp:
+        ]
+        for order in every
+    }
+    found: dict[tuple[int, ...], None] = {}
+    small = cluster.size <= _SMALL
+    for chosen, order in ((a, b) for a in every for b in every if small or a == b):
+        taken = whole[chosen][: pp * dp]
+        if len(taken) < pp * dp:
             continue
+        slots = [slot for name in order for device, slot in taken if device == name]
         by_stage: Callable[[int, int], int] = lambda p, d: p * dp + d  # noqa: E731
         by_replica: Callable[[int, int], int] = lambda p, d: d * pp + p  # noqa: E731
         for at in (by_stage, by_replica) if pp > 1 and dp > 1 else (by_stage,):
             found[tuple(i for p in range(pp) for d in range(dp) for i in slots[at(p, d)])] = None
     return list(found)
+
+
+def every_placement(cluster: Cluster, tp: int, slots: int, most: int) -> list[tuple[int, ...]]:
+    """All ways to put so many groups of `tp` devices on nodes, but for exchanging equal nodes, or devices inside one.
+
+    Returns:
+        Nothing if there are more than `most`.
+    """
+    alike = [(node.device, node.count, node.intra, node.nic, node.nics) for node in cluster.nodes]
+    whole = cluster.matrix is None
+    room = [node.count // tp for node in cluster.nodes]
+    if slots > sum(room):
+        return []
+    found: list[tuple[int, ...]] = [()]
+    for _ in range(slots):  # each beginning has an end: if there are too many now, there will be then
+        longer = []
+        for taken in found:
+            fresh = set()
+            for node, kind in enumerate(alike):
+                if taken.count(node) == room[node]:
+                    continue
+                if whole and node not in taken:
+                    if kind in fresh:
+                        continue  # of equal nodes not used yet, the first only
+                    fresh.add(kind)
+                longer.append((*taken, node))
+        found = longer
+        if len(found) > most:
+            return []
+    result = []
+    for nodes in found:
+        free = [itertools.count(start, tp) for start in cluster.starts]
+        result.append(tuple(at + t for at in (next(free[node]) for node in nodes) for t in range(tp)))
+    return result
 
 
 def divisors(number: int) -> list[int]:

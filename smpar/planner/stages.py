@@ -250,6 +250,18 @@ def least_excess(layers: Layers, places: Sequence[Place]) -> Excess:
     return Excess(tuple(cuts), stage, nbytes)
 
 
+def nearest_cuts(layers: Layers, places: Sequence[Place], ranks: Sequence[int] = ()) -> tuple[int, ...]:
+    """The cuts that come nearest to the limits, whether or not they keep them.
+
+    Raises:
+        PlanError: as `cut_stages`; or no place has a limit.
+    """
+    check(layers, places, 1, ranks)
+    if shares_ranks(ranks):
+        return _cut_shared(layers, places, 1, ranks, 0.0)[0].cuts
+    return least_excess(layers, places).cuts
+
+
 def nothing_fits(layers: Layers, places: Sequence[Place], ranks: Sequence[int] = ()) -> NothingFits:
     """The error for limits that no cuts keep: by how much, where, and what would help."""
     if shares_ranks(ranks):
