@@ -1,10 +1,12 @@
 """Find how a model trains fastest on a cluster: degrees, stages, schedule and places; without any GPU.
 
-    smpar plan my_training:build --cluster p3.8xlarge*3 --global-batch 64 -o plan.json --html plan.html
-    smpar plan --profile profile.json --cluster cluster.yaml --global-batch 64 --fix tp=1,pp=2|4
+    smpar plan my_training:build --cluster 'p3.8xlarge*3' --global-batch 64 -o plan.json --html plan.html
+    smpar plan --profile profile.json --cluster cluster.yaml --global-batch 64 --fix 'dp=1,pp=2|4'
 
-An entry point's costs are counted from a trace; a profile's were measured (smpar profile). Ctrl-C ends the search with
-the best plans so far. Then, under torchrun: smpar.init("plan.json").
+An entry point takes nothing and returns (model, batch) or (model, batch, step), where step(model, *batch) gives the
+loss; the model may be on the meta device. FILE.py:FUNCTION works, too. Its costs are counted from a trace; a profile's
+were measured (smpar profile). Ctrl-C ends the search with the best plans so far. Then, under torchrun:
+smpar.init("plan.json").
 """
 
 from __future__ import annotations
@@ -36,8 +38,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY=V|V,...",
-        help="what is decided: pp=2|4,schedule=1f1b. Left out unless named here, as smpar does not run them yet: tp "
-        "above 1, recompute=none|full, shard_optimizer=false|true",
+        help="what is decided: 'pp=2|4,schedule=1f1b'; also dp, microbatch, virtual_stages, devices (so many are used). "
+        "Left out unless named here, as smpar does not run them yet: tp above 1, recompute=none|full, "
+        "shard_optimizer=false|true",
     )
     parser.add_argument("--keep", type=int, default=10, metavar="N", help="so many plans (%(default)s)")
     parser.add_argument("-o", "--output", metavar="FILE", help="write the best plan, for smpar.init")

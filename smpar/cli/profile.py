@@ -2,8 +2,10 @@
 
     smpar profile my_training:build -o profile.json --microbatch-sizes 1,2,4
 
-Where several processes will share the machine, start it as often (torchrun --nproc-per-node N -m smpar profile ...):
-all measure at the same time, and the first one writes the file. See smpar.planner.profile for what is in it.
+The model is a real one, not on the meta device. Where several processes will share the machine, start it as often
+(torchrun --nproc-per-node N -m smpar profile ...): all measure at the same time, and the first one writes the file.
+For a mixed cluster measure on each type of device, and put the entries of all the files' "times" into one file's list.
+See smpar.planner.profile for what is in it.
 """
 
 from __future__ import annotations

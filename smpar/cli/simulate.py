@@ -5,6 +5,8 @@
 
 A process stands for a rank of a replica, with all of its tensor-parallel group. Times are stretched or shrunk so that
 kernels are long beside what the machine delays a sleep by; all that is printed is in the plan's own seconds.
+Durations of kernels and transfers are the plan's own: what is checked is their order, and who waits for whom. The
+timetable ends with the last backward; the table's seconds include the reduction's rest and the optimizer.
 """
 
 from __future__ import annotations
