@@ -38,7 +38,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY=V|V,...",
-        help="what is decided: 'pp=2|4,schedule=1f1b'; also dp, microbatch, virtual_stages, devices (so many are used). "
+        help="what is decided: 'pp=2|4,schedule=1f1b'; also dp, microbatch, virtual_stages, devices (how many). "
         "Left out unless named here, as smpar does not run them yet: tp above 1, recompute=none|full, "
         "shard_optimizer=false|true",
     )
