@@ -180,7 +180,7 @@ def explain(model: CostModel, best: Plan, other: Plan) -> str:
     name = max(mine, key=lambda part: theirs[part] - mine[part])
     return (
         f"+{100 * excess / best.prediction.seconds:.1f} %: {_WORDS[name]} "
-        f"{_milli(theirs[name])} against {_milli(mine[name])}"
+        f"{_told(theirs[name])} against {_told(mine[name])}"
     )
 
 
@@ -207,5 +207,5 @@ _WORDS = {
 }
 
 
-def _milli(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms"
+def _told(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 0.9995 else f"{1e3 * seconds:.3g} ms"
