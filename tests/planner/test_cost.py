@@ -24,7 +24,18 @@ from smpar.planner.strategy import Strategy
 from smpar.schedule import Kind, make_schedule
 from tests.planner.sample_plans import some_cluster, some_profile
 
-PLAIN = replace(SMPAR, nic=1.0, intra=1.0, memory=1.0, message_seconds=0.0, fixed=0.0)
+PLAIN = replace(
+    SMPAR,
+    nic=1.0,
+    intra=1.0,
+    memory=1.0,
+    message_seconds=0.0,
+    fixed=0.0,
+    action=0.0,
+    unit=0.0,
+    launches=0.0,
+    reserve=0.0,
+)
 """4 bytes of weights and gradients, 8 of the optimizer; messages and gradients of 4; a step moves 28 bytes."""
 LATE = 0.25
 
@@ -282,3 +293,13 @@ def test_a_device_without_times() -> None:
     only = replace(p, times=tuple(t for t in p.times if t.device == "fast"))
     with pytest.raises(ProfileError, match="none for 'slow' at tp 1"):
         predict(only, nodes(("fast", 1), ("slow", 1)), strategy([1], [0], 1))
+
+
+def test_host_seconds_of_actions_layers_and_launches() -> None:
+    """Each action takes the host its time, a forward that of all layers; the optimizer launches for its own layers."""
+    runtime = replace(PLAIN, action=0.25, unit=0.125, launches=0.5)
+    p, c, s = profile(layers(1e9, 1e9, 1e9)), nodes(("fast", 2)), strategy([0, 1], [0, 2], 3)
+    before, after = predict(p, c, s), predict(p, c, s, runtime)
+    assert [x.forward for x in after.stages] == [x.forward + 0.25 + 3 * 0.125 for x in before.stages]
+    assert [x.backward for x in after.stages] == [x.backward + 0.25 for x in before.stages]
+    assert after.optimizer - before.optimizer == pytest.approx(2 * 0.5), "rank 0 has two layers"

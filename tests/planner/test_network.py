@@ -13,7 +13,7 @@ from smpar.planner.cluster import Cluster, DeviceType, Link, Matrix, Node
 from smpar.planner.hardware import SMPAR
 from smpar.planner.network import FREE, Network, Wiring
 
-PLAIN = replace(SMPAR, nic=1.0, intra=1.0, message_seconds=0.0)
+PLAIN = replace(SMPAR, nic=1.0, intra=1.0, message_seconds=0.0, reserve=0.0)
 """A runtime that reaches what links are said to do."""
 WHOLE = {"fast": 1.0, "slow": 3.0}
 
