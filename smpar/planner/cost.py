@@ -29,6 +29,8 @@ from smpar.planner.profile import Profile, Seconds
 from smpar.planner.strategy import Strategy
 
 Floats = npt.NDArray[np.float64]
+CPU = "cpu"
+"""The device type whose kernels run on the host itself."""
 
 
 @dataclass(frozen=True)
@@ -331,7 +333,8 @@ class _Case:
         weight = np.minimum(weight, backward)  # sums are rounded
         runtime = self.model.runtime
         glue = runtime.action + runtime.unit * self.model.profile.size / strategy.virtual_stages
-        return (forward + glue).tolist(), (backward + runtime.action).tolist(), weight.tolist()
+        beside = np.add if device == CPU else np.maximum  # a GPU works while the host prepares what comes next
+        return beside(forward, glue).tolist(), beside(backward, runtime.action).tolist(), weight.tolist()
 
     def prediction(self) -> Prediction:
         strategy, runtime, net = self.strategy, self.model.runtime, self.net
@@ -412,7 +415,9 @@ class _Case:
         runtime, parts = self.model.runtime, self.strategy.dp if self.strategy.shard_optimizer else 1
         seconds = self.held[rank] * runtime.step / parts / (self.net.bandwidths[rank] * runtime.memory)
         layers = sum(b - a for (a, b), r in zip(self.intervals, self.ranks, strict=True) if r == rank)
-        return seconds + layers * runtime.launches + self._gathering(rank)
+        launches = layers * runtime.launches
+        seconds = seconds + launches if CPU in self.net.types[rank] else max(seconds, launches)
+        return seconds + self._gathering(rank)
 
     def _gathering(self, rank: int) -> float:
         """Seconds in which replicas that share the optimizer's work tell each other the new parameters."""

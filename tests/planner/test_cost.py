@@ -295,11 +295,23 @@ def test_a_device_without_times() -> None:
         predict(only, nodes(("fast", 1), ("slow", 1)), strategy([1], [0], 1))
 
 
-def test_host_seconds_of_actions_layers_and_launches() -> None:
-    """Each action takes the host its time, a forward that of all layers; the optimizer launches for its own layers."""
-    runtime = replace(PLAIN, action=0.25, unit=0.125, launches=0.5)
+@pytest.mark.parametrize("device", ["cpu", "fast"])
+def test_host_seconds_of_actions_layers_and_launches(device: str) -> None:
+    """Each action takes the host its time, a forward that of all layers; the optimizer launches for its own layers.
+
+    On a CPU that comes on top; a GPU works meanwhile, and waits only if the host takes longer.
+    """
     p, c, s = profile(layers(1e9, 1e9, 1e9)), nodes(("fast", 2)), strategy([0, 1], [0, 2], 3)
-    before, after = predict(p, c, s), predict(p, c, s, runtime)
-    assert [x.forward for x in after.stages] == [x.forward + 0.25 + 3 * 0.125 for x in before.stages]
-    assert [x.backward for x in after.stages] == [x.backward + 0.25 for x in before.stages]
-    assert after.optimizer - before.optimizer == pytest.approx(2 * 0.5), "rank 0 has two layers"
+    p = replace(p, times=tuple(replace(t, device=device if t.device == "fast" else t.device) for t in p.times))
+    c = replace(
+        c,
+        types=tuple(replace(t, name=device if t.name == "fast" else t.name) for t in c.types),
+        nodes=tuple(replace(n, device=device) for n in c.nodes),
+    )
+    before = predict(p, c, s)
+    for action in (0.25, 8.0):
+        after = predict(p, c, s, replace(PLAIN, action=action, unit=0.125, launches=0.5))
+        beside = (lambda device, host: device + host) if device == "cpu" else max
+        assert [x.forward for x in after.stages] == [beside(x.forward, action + 3 * 0.125) for x in before.stages]
+        assert [x.backward for x in after.stages] == [beside(x.backward, action) for x in before.stages]
+        assert after.optimizer == pytest.approx(beside(before.optimizer, 2 * 0.5)), "rank 0 has two layers"
