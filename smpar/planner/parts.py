@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -43,24 +42,5 @@ class Parts:
     steps: tuple[float, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; `from_dict` reads it back."""
+        """For JSON; `smpar.planner.records` reads it back."""
         return asdict(self)
-
-    @classmethod
-    def from_dict(cls, given: Mapping[str, Any]) -> Parts:
-        """Read what `to_dict` gave, perhaps by way of JSON.
-
-        Raises:
-            KeyError, TypeError, PlanError: it is something else.
-        """
-        pipelines = []
-        for pipeline in given["pipelines"]:
-            fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in dict(pipeline).items()}
-            pipelines.append(Pipeline(**fields))
-        return cls(
-            tuple(pipelines),
-            tuple(given["kinds"]),
-            tuple(given["reductions"]),
-            tuple((tuple(stages), seconds) for stages, seconds in given["tied"]),
-            tuple(given["steps"]),
-        )

@@ -7,6 +7,7 @@ A plan file is JSON: the strategy, the model's layers by name, the cluster, and 
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -15,8 +16,10 @@ from typing import Any
 
 from smpar.errors import PlanFileError, SmparError
 from smpar.planner.cluster import Cluster
-from smpar.planner.cost import CostModel, Prediction, Stage
+from smpar.planner.cost import CostModel, Prediction
 from smpar.planner.parts import Parts
+from smpar.planner.reading import MANY
+from smpar.planner.records import read_as
 from smpar.planner.strategy import Strategy
 
 VERSION = 1
@@ -69,26 +72,28 @@ class Plan:
         """Read what `to_dict` gave.
 
         Raises:
-            PlanFileError: it is no plan, or of another version.
+            PlanFileError: it is no plan, of another version, or its parts contradict each other.
+            ClusterError: its cluster does.
         """
         if not isinstance(given, Mapping) or given.get("smpar_plan") != VERSION:
             found = (
                 given.get("smpar_plan", "no key `smpar_plan`") if isinstance(given, Mapping) else type(given).__name__
             )
             raise PlanFileError(f"a plan is a JSON object with `smpar_plan`: {VERSION}", f"{found}", _FIX)
-        try:
-            predicted = dict(given["prediction"])
-            predicted["stages"] = tuple(Stage(**_tuples(stage)) for stage in predicted["stages"])
-            return cls(
-                _checked(Strategy(**_tuples(given["strategy"])), len(given["layers"])),
-                Prediction(**_tuples(predicted)),
-                tuple(given["layers"]),
-                Cluster.from_dict(given["cluster"]),
-                str(given.get("why", "")),
-                Parts.from_dict(given["parts"]) if given.get("parts") is not None else None,
-            )
-        except (KeyError, TypeError) as error:
-            raise PlanFileError("a plan file has all its parts", f"{type(error).__name__}: {error}", _FIX) from None
+        for key in _NEEDED:
+            if key not in given:
+                raise PlanFileError(f"a plan has the keys {', '.join(_NEEDED)}", f"no {key!r}", _FIX)
+        read = functools.partial(read_as, error=PlanFileError, fix=_FIX)
+        plan = cls(
+            read(Strategy, given["strategy"], "strategy"),
+            read(Prediction, given["prediction"], "prediction"),
+            read(tuple[str, ...], given["layers"], "layers"),
+            Cluster.from_dict(given["cluster"]),
+            read(str, given.get("why", ""), "why"),
+            read(Parts, given["parts"], "parts") if given.get("parts") is not None else None,
+        )
+        _check(plan)
+        return plan
 
     @classmethod
     def from_file(cls, path: str | Path) -> Plan:
@@ -105,6 +110,7 @@ class Plan:
 
 
 _FIX = "write one with `smpar plan ... -o plan.json`"
+_NEEDED = ("strategy", "layers", "cluster", "prediction")
 
 
 @dataclass(frozen=True)
@@ -206,35 +212,49 @@ def _milli(seconds: float) -> str:
     return f"{1e3 * seconds:.3g} ms"
 
 
-def _tuples(given: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
-
-
-def _checked(strategy: Strategy, layers: int) -> Strategy:
-    """A strategy whose parts fit together.
+def _check(plan: Plan) -> None:
+    """Whether the parts of a file fit together.
 
     Raises:
         PlanFileError: they do not.
     """
-    cuts = strategy.cuts
+    s = plan.strategy
+    numbers = {"tp": s.tp, "pp": s.pp, "dp": s.dp, "microbatch": s.microbatch, "microbatches": s.microbatches,
+               "virtual_stages": s.virtual_stages}  # fmt: skip
+    for name, value in numbers.items():
+        _require(1 <= value <= MANY, f"strategy.{name} is a whole number from 1 to {MANY}", f"{value}")
+    places, devices, count = s.tp * s.pp * s.dp, set(s.devices), plan.cluster.size
+    _require(
+        len(s.devices) == len(devices) == places and devices <= set(range(count)),
+        "a plan has one device of its cluster for each place of its degrees",
+        f"{len(s.devices)} devices, {len(devices)} different ones from {min(devices, default=0)} to "
+        f"{max(devices, default=0)}, for {s.tp} x {s.pp} x {s.dp} places on a cluster of {count}",
+    )
+    _require(
+        len(set(plan.layers)) == len(plan.layers) and all(plan.layers),
+        "a plan names each of its layers once",
+        f"{next((x for x in plan.layers if not x or plan.layers.count(x) > 1), '')!r} of {len(plan.layers)}",
+    )
     try:
-        good = (
-            len(cuts) == len(strategy.ranks) and cuts[0] == 0 and list(cuts) == sorted(set(cuts)) and cuts[-1] < layers
-        )
+        ranks = s.ranks
     except SmparError as error:
         raise PlanFileError(error.rule, error.values, error.fix) from None
-    if not good:
-        raise PlanFileError(
-            "a plan cuts its layers into as many stages as its degrees say, from 0 on, ascending",
-            f"cuts {cuts} of {layers} layers for {strategy.stages} stages",
-            _FIX,
-        )
-    if len(set(strategy.devices)) != strategy.tp * strategy.pp * strategy.dp or len(strategy.devices) != len(
-        set(strategy.devices)
-    ):
-        raise PlanFileError(
-            "a plan has one device for each place of its degrees",
-            f"{len(set(strategy.devices))} different devices for {strategy.tp} x {strategy.pp} x {strategy.dp}",
-            _FIX,
-        )
-    return strategy
+    ascending = s.cuts[:1] == (0,) and list(s.cuts) == sorted(set(s.cuts)) and s.cuts[-1] < len(plan.layers)
+    _require(
+        len(s.cuts) == len(ranks) and ascending,
+        "a plan cuts its layers into as many stages as its degrees say, from 0 on, ascending",
+        f"cuts {s.cuts} of {len(plan.layers)} layers for {s.stages} stages",
+    )
+    found = plan.prediction
+    lengths = (len(s.recompute) or s.stages, len(found.stages), len(found.memory), len(found.limits))
+    _require(
+        lengths == (s.stages, s.stages, s.pp, s.pp),
+        "a plan says of each stage whether it is recomputed and what it takes, and of each rank its memory",
+        f"{lengths[0]} and {lengths[1]} of {s.stages} stages, {lengths[2]} and {lengths[3]} of {s.pp} ranks",
+    )
+    _require(found.seconds > 0, "a plan's step takes some time", f"prediction.seconds {found.seconds}")
+
+
+def _require(holds: bool, rule: str, values: str) -> None:
+    if not holds:
+        raise PlanFileError(rule, values, _FIX)

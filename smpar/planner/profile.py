@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import bisect
 import json
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from smpar.errors import ProfileError
+from smpar.planner.records import read_as
 
 
 @dataclass(frozen=True)
@@ -175,15 +175,9 @@ class Profile:
         """Read what `to_dict` gave.
 
         Raises:
-            ProfileError: an unknown or missing key; and as the constructor.
+            ProfileError: an unknown or missing key, a value of another type; and as the constructor.
         """
-        parts = _record(Profile, given, "the profile")
-        return cls(
-            tuple(Layer(**_record(Layer, x, f"layer {i}")) for i, x in enumerate(parts["layers"])),
-            tuple(Tensor(**_record(Tensor, x, f"tensor {i}")) for i, x in enumerate(parts["tensors"])),
-            tuple(Times(**_record(Times, x, f"times {i}")) for i, x in enumerate(parts["times"])),
-            tuple(Tied(**_record(Tied, x, f"tied {i}")) for i, x in enumerate(parts.get("tied", ()))),
-        )
+        return read_as(cls, given, "a profile", ProfileError, "correct it, or measure it again with `smpar profile`")
 
     @classmethod
     def from_file(cls, path: str | Path) -> Profile:
@@ -199,38 +193,6 @@ class Profile:
                 "a profile is a JSON file", f"{path}: {error}", "write one with `smpar profile`"
             ) from None
         return cls.from_dict(given)
-
-
-def _record(cls: type, given: Any, where: str) -> dict[str, Any]:
-    """The keys of a record, lists made tuples."""
-    if not isinstance(given, Mapping):
-        raise ProfileError(f"{where} is an object", f"a {type(given).__name__}", f"give {_keys(cls)}")
-    known = {f.name for f in fields(cls)}
-    unknown = sorted(set(given) - known)
-    if unknown:
-        raise ProfileError(f"{where} has the keys {_keys(cls)}", f"{unknown[0]!r}", f"remove {unknown[0]!r}")
-    result = {key: _frozen(value) for key, value in given.items()}
-    needed = [name for name in _NEEDED[cls] if name not in result]
-    if needed:
-        raise ProfileError(f"{where} has the keys {_keys(cls)}", f"no {needed[0]!r}", f"add {needed[0]!r}")
-    return result
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(_frozen(v) for v in value) if isinstance(value, (list, tuple)) else value
-
-
-def _keys(cls: type) -> str:
-    return ", ".join(f.name for f in fields(cls))
-
-
-_NEEDED: dict[type, tuple[str, ...]] = {
-    Profile: ("layers", "tensors", "times"),
-    Layer: ("name", "parameters"),
-    Tensor: ("source", "targets", "elements"),
-    Times: ("device", "tp", "microbatches", "forward", "backward"),
-    Tied: ("layers", "parameters"),
-}
 
 
 def _at(sizes: Sequence[float], rows: Sequence[Sequence[float]], size: float, fixed: float) -> tuple[float, ...]:
@@ -254,14 +216,36 @@ def _check(profile: Profile) -> None:
     for layer in profile.layers:
         for name in ("parameters", "saved", "whole_parameters", "whole_saved", "output", "transient"):
             _number(getattr(layer, name), f"{name} of layer {layer.name!r}")
+        for part, whole in (("whole_parameters", "parameters"), ("whole_saved", "saved")):
+            if getattr(layer, part) > getattr(layer, whole):
+                raise ProfileError(
+                    f"{part} are a part of {whole}",
+                    f"{getattr(layer, part):g} of {getattr(layer, whole):g} in layer {layer.name!r}",
+                    f"correct {part}",
+                )
     for i, tensor in enumerate(profile.tensors):
         _number(tensor.elements, f"elements of tensor {i}")
         _indices((tensor.source, *tensor.targets), count, f"tensor {i}")
     for i, tied in enumerate(profile.tied):
         _number(tied.parameters, f"parameters of tied {i}")
         _indices(tied.layers, count, f"tied {i}")
+        for index in tied.layers:
+            if tied.parameters > profile.layers[index].parameters:
+                raise ProfileError(
+                    "tied parameters count in each layer that has them",
+                    f"tied {i}: {tied.parameters:g} of {profile.layers[index].parameters:g} in layer {index}",
+                    f"add them to layer {index}, or correct `tied`",
+                )
     for times in profile.times:
         _check_times(times, count)
+    tables = [(t.device, t.tp) for t in profile.times]
+    if len(set(tables)) < len(tables):
+        twice = next(table for table in tables if tables.count(table) > 1)
+        raise ProfileError(
+            "a profile has one table of times for each device type and tensor-parallel degree",
+            f"two for {twice[0]!r} at tp {twice[1]}",
+            "remove one, or put its rows into the other",
+        )
 
 
 def _check_times(times: Times, count: int) -> None:
@@ -294,9 +278,14 @@ def _check_times(times: Times, count: int) -> None:
 
 
 def _number(value: Any, name: str) -> None:
-    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+    good = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= _MOST
     if not good:
-        raise ProfileError("costs are numbers, finite and not negative", f"{name} is {value!r}", "measure it again")
+        raise ProfileError(
+            f"costs are numbers, not negative and at most {_MOST:g}", f"{name} is {value!r}", "measure it again"
+        )
+
+
+_MOST = 1e15  # a petabyte per sample; sums of more overflow the simulation's whole numbers
 
 
 def _indices(indices: Sequence[Any], count: int, name: str) -> None:
