@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smpar.describe.numbers import duration
+from smpar.errors import PlanError
 from smpar.observe.progress import Progress
 from smpar.planner.cluster import Cluster
 from smpar.planner.cost import CostModel
@@ -69,6 +70,8 @@ def plan(
         ClusterError, ProfileError: a file is missing or broken.
         CommandError: the batch cannot be cut into microbatches, or the model does not run.
     """
+    if not isinstance(keep, int) or keep < 1:
+        raise PlanError("at least one plan is kept", f"{keep=}", "keep=10")
     machines = cluster if isinstance(cluster, Cluster) else Cluster.from_file(cluster)
     constraints = Constraints.make({**BUILT, **(fix or {})})
     profile = _profile(model, batch, machines, step, shown)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from smpar.advisor import plan
+from smpar.cli.output import require_writable
 from smpar.describe.page import plans_page
 from smpar.describe.plans import show_plans
 from smpar.errors import CommandError, NotBuiltYet
@@ -57,6 +58,8 @@ def run(options: argparse.Namespace) -> int:
             "both" if options.entry else "neither",
             "smpar plan my_training:build ..., or smpar plan --profile profile.json ...",
         )
+    require_writable("-o", options.output)
+    require_writable("--html", options.html)
     source: dict[str, Any] = {"model": options.profile}
     if options.entry:
         from smpar.cli.entry import load  # loads torch, which a profile does not need

@@ -17,6 +17,7 @@ import socket
 
 import torch
 
+from smpar.cli.output import require_writable
 from smpar.comm.channels import open_channels
 from smpar.comm.messages import CommGroup, allgather, barrier
 from smpar.comm.world import World, current
@@ -43,6 +44,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measure, and write the file on rank 0."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        require_writable("-o", options.output)
     init({"pipeline_parallel_degree": int(os.environ.get("WORLD_SIZE", 1))})
     try:
         world = current()

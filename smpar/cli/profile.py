@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from smpar.cli.entry import HELP, load
+from smpar.cli.output import require_writable
 from smpar.errors import CommandError
 from smpar.observe.progress import Progress
 from smpar.planner.profile import Profile
@@ -39,6 +40,8 @@ def run(options: argparse.Namespace) -> int:
     if options.threads:
         torch.set_num_threads(options.threads)
     first = int(os.environ.get("RANK", 0)) == 0
+    if first:
+        require_writable("-o", options.output)
     device = torch.device(options.device or _default_device())
     entry = load(options.entry)
     with Progress("profiling", "microbatch sizes done", shown=first) as progress:

@@ -103,8 +103,11 @@ class Emulation:
         Raises:
             EmulationError: the parts are not the strategy's.
         """
-        if len(parts.kinds) != strategy.dp or any(p.ranks != strategy.ranks for p in parts.pipelines):
-            found = f"{len(parts.kinds)} replicas of stages on ranks {parts.pipelines[0].ranks}, for {strategy}"
+        known = range(len(parts.pipelines))
+        placed = all(kind in known and parts.pipelines[kind].ranks == strategy.ranks for kind in parts.kinds)
+        if len(parts.kinds) != strategy.dp or not placed:
+            ranks = [pipeline.ranks for pipeline in parts.pipelines]
+            found = f"{len(parts.kinds)} replicas, of kinds {parts.kinds} of stages on ranks {ranks}, for {strategy}"
             raise EmulationError("a plan's parts are those of its strategy", found, "let `smpar plan` write it again")
         reduces = strategy.dp > 1 or bool(parts.tied)
         return cls(

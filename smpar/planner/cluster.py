@@ -58,7 +58,7 @@ from smpar.planner.machines import (
     read_type,
     write_node,
 )
-from smpar.planner.reading import items, nearest, number, record, whole, written
+from smpar.planner.reading import MANY, items, nearest, number, record, whole, written
 
 __all__ = ["HERE", "Cluster", "DeviceType", "Link", "Matrix", "Node", "ready"]
 
@@ -300,7 +300,7 @@ def ready() -> list[str]:
 
 def _term(text: str) -> tuple[str, int]:
     found = re.fullmatch(r"\s*(.+?)\s*(?:\*\s*(\S+))?\s*", text)
-    if found is None or (found[2] is not None and not (found[2].isdecimal() and int(found[2]) > 0)):
+    if found is None or (found[2] is not None and not (found[2].isdecimal() and 0 < int(found[2]) <= MANY)):
         raise ClusterError("a term of a cluster is NAME or NAME*NUMBER", repr(text), "write p3.8xlarge*3+g4dn.12xlarge")
     return found[1], int(found[2] or 1)
 
@@ -333,6 +333,8 @@ def _check(cluster: Cluster) -> None:
             raise ClusterError("device types have different names", f"{t.name!r} twice", "rename one")
     if not cluster.nodes:
         raise ClusterError("a cluster has at least one node", "none", "add one with a device and a count")
+    if cluster.size > MANY:
+        raise ClusterError(f"a cluster has at most {MANY} devices", f"{cluster.size}", "give a smaller count or repeat")
     for i, node in enumerate(cluster.nodes):
         where = f"nodes[{i}] ({node.name})"
         whole(node.count, f"count of {where}")

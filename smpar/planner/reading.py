@@ -9,6 +9,9 @@ from typing import Any
 
 from smpar.errors import ClusterError
 
+MANY = 2**17
+"""Devices, nodes or network cards that a cluster may have; each is an object here."""
+
 
 def record(given: Any, where: str, known: Collection[str], needed: Collection[str] = ()) -> Mapping[str, Any]:
     """An object with known keys only, and all that are needed.
@@ -20,7 +23,7 @@ def record(given: Any, where: str, known: Collection[str], needed: Collection[st
         ClusterError: it is something else.
     """
     if not isinstance(given, Mapping):
-        raise ClusterError(f"{where} is an object with keys", _shown(given), f"give {', '.join(known)}")
+        raise ClusterError(f"{where} is an object with keys", shown(given), f"give {', '.join(known)}")
     for key in given:
         if key not in known:
             raise ClusterError(f"{where} has only known keys", repr(key), nearest(str(key), known))
@@ -37,7 +40,7 @@ def items(given: Any, where: str) -> list[Any]:
         ClusterError: it is something else.
     """
     if not isinstance(given, (list, tuple)) or not given:
-        raise ClusterError(f"{where} is a list of at least one", _shown(given), f"give {where} as a list")
+        raise ClusterError(f"{where} is a list of at least one", shown(given), f"give {where} as a list")
     return list(given)
 
 
@@ -56,19 +59,19 @@ def number(given: Any, where: str, scale: float = 1.0, above: bool = True) -> fl
     good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if not good or value < 0 or (above and value == 0):
         raise ClusterError(
-            f"{where} is a finite number, {'above 0' if above else '0 or more'}", _shown(given), f"correct {where}"
+            f"{where} is a finite number, {'above 0' if above else '0 or more'}", shown(given), f"correct {where}"
         )
     return float(value) * scale
 
 
 def whole(given: Any, where: str) -> int:
-    """A whole number of at least 1.
+    """A whole number of at least 1, at most `MANY`.
 
     Raises:
         ClusterError: it is something else.
     """
-    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
-        raise ClusterError(f"{where} is a whole number of at least 1", _shown(given), f"correct {where}")
+    if isinstance(given, bool) or not isinstance(given, int) or not 1 <= given <= MANY:
+        raise ClusterError(f"{where} is a whole number of at least 1, at most {MANY}", shown(given), f"correct {where}")
     return given
 
 
@@ -87,6 +90,7 @@ def written(value: float, scale: float) -> float:
     return value / scale
 
 
-def _shown(given: Any) -> str:
+def shown(given: Any) -> str:
+    """A value of a file and its type, not too long."""
     text = repr(given)
     return f"{text if len(text) < 80 else text[:77] + '...'} ({type(given).__name__})"

@@ -100,6 +100,8 @@ def _adding_up(row: Sequence[Measured], whole: tuple[float, float]) -> list[Meas
 def at_size(size: int, trace: Callable[[], Explored]) -> Explored:
     try:
         return trace()
+    except CommandError:  # says more than what follows
+        raise
     except Exception as error:
         raise CommandError(
             "the model runs on a microbatch of each size",

@@ -128,6 +128,9 @@ def test_what_cannot_run_yet_is_planned_on_demand_only(
         (["--profile", "PROFILE", "--fix", "pp=64"], "pp in [64]"),
         (["--profile", "nothing.json"], "nothing.json"),
         (["nothing:build"], "nothing"),
+        (["--profile", "PROFILE", "--keep", "0"], "keep=0"),
+        (["--profile", "PROFILE", "-o", "/nowhere/plan.json"], "no folder '/nowhere'"),
+        (["--profile", "PROFILE", "--html", "/"], "'/' is a folder"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said(
