@@ -21,6 +21,7 @@ COMMANDS = {
     "simulate": "show a plan's timetable, and let local processes execute it",
 }
 
+INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
 WRONG = 2  # exit status when something is wrong with what was given, as argparse has it
 
 
@@ -31,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: its name and arguments; None takes the process's.
 
     Returns:
-        the exit status. An error that smpar raises on purpose is printed without a traceback.
+        the exit status. An error that smpar raises on purpose is printed without a traceback, as is an interrupt.
     """
     given = list(sys.argv[1:] if argv is None else argv)
     width = max(map(len, COMMANDS))
@@ -44,15 +45,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     top.add_argument("command", metavar="COMMAND", choices=COMMANDS)
     name = top.parse_args(given[:1]).command
-    command = importlib.import_module(f"smpar.cli.{name}")
-    parser = argparse.ArgumentParser(
-        f"smpar {name}", description=command.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    command.arguments(parser)
-    options = parser.parse_args(given[1:])
     try:
-        status: int = command.run(options)
+        command = importlib.import_module(f"smpar.cli.{name}")
+        parser = argparse.ArgumentParser(
+            f"smpar {name}", description=command.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        command.arguments(parser)
+        status: int = command.run(parser.parse_args(given[1:]))
     except SmparError as error:
         print(f"smpar {name}: {error}", file=sys.stderr)
         return WRONG
+    except KeyboardInterrupt:
+        print(f"smpar {name}: interrupted", file=sys.stderr)
+        return INTERRUPTED
     return status

@@ -472,7 +472,7 @@ class _Search:
         excess, strategy = self.nearest
         return PlanError(
             "a plan fits into the memory of its devices",
-            f"none of {self.counts['too large']} does; the nearest ({strategy}) lacks {excess / 2**30:.2f} GiB on one",
+            f"none of {self.counts['too large']} does; the nearest ({strategy}) lacks {_bytes(excess)} on one",
             self._help(),
         )
 
@@ -491,3 +491,11 @@ def _toggled(strategy: Strategy, stage: int) -> Strategy:
     """With that stage recomputing if it does not, and the other way round."""
     flags = tuple(strategy.recomputes(s) != (s == stage) for s in range(strategy.stages))
     return replace(strategy, recompute=flags if any(flags) else ())
+
+
+def _bytes(number: float) -> str:
+    """For a person; not rounded to nothing."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
+        if number >= 0.1 * size:
+            return f"{number / size:.2f} {unit}"
+    return f"{number:.0f} bytes"

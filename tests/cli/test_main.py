@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from smpar.cli.main import COMMANDS, WRONG, main
+from smpar.cli.main import COMMANDS, INTERRUPTED, WRONG, main
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -28,3 +28,16 @@ def test_the_list_of_commands_needs_no_torch() -> None:
 def test_it_runs_as_a_module() -> None:
     done = subprocess.run([sys.executable, "-m", "smpar", "prob"], capture_output=True, text=True, check=False)
     assert done.returncode == WRONG and "invalid choice: 'prob'" in done.stderr and "probe" in done.stderr
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_an_interrupt_is_no_traceback(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(options: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(importlib.import_module(f"smpar.cli.{name}"), "run", interrupted)
+    needed = {"plan": ["--cluster", "p4d", "--global-batch", "8"], "profile": ["m:f"], "simulate": ["plan.json"]}
+    assert main([name, *needed.get(name, [])]) == INTERRUPTED
+    assert capsys.readouterr().err == f"smpar {name}: interrupted\n"

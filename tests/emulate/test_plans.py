@@ -110,4 +110,4 @@ def test_simulate_refuses_what_it_cannot_execute(seed: int, tmp_path: Path, caps
     given["parts"]["kinds"] = [0]
     file.write_text(json.dumps(given))
     assert main(["simulate", str(file)]) == 2
-    assert "1 replicas" in capsys.readouterr().err
+    assert "`parts.kinds` of a plan is a list of 2" in capsys.readouterr().err
