@@ -386,6 +386,14 @@ class _Case:
         return found
 
     @cached_property
+    def layers(self) -> list[int]:
+        """How many layers each rank holds."""
+        count = [0] * self.strategy.pp
+        for (a, b), rank in zip(self.intervals, self.ranks, strict=True):
+            count[rank] += b - a
+        return count
+
+    @cached_property
     def held(self) -> list[float]:
         """Parameters on a device of each rank; those tied between its stages count twice."""
         held = [0.0] * self.strategy.pp
@@ -414,8 +422,7 @@ class _Case:
         """Seconds of the optimizer on a device of that rank."""
         runtime, parts = self.model.runtime, self.strategy.dp if self.strategy.shard_optimizer else 1
         seconds = self.held[rank] * runtime.step / parts / (self.net.bandwidths[rank] * runtime.memory)
-        layers = sum(b - a for (a, b), r in zip(self.intervals, self.ranks, strict=True) if r == rank)
-        launches = layers * runtime.launches
+        launches = self.layers[rank] * runtime.launches
         seconds = seconds + launches if CPU in self.net.types[rank] else max(seconds, launches)
         return seconds + self._gathering(rank)
 

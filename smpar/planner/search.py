@@ -346,7 +346,7 @@ class _Search:
         if not found.fits:
             self._missed(strategy, found.prediction)
             return found
-        if any(strategy.recompute) and found.seconds < _HOPELESS * self.worst_kept:
+        if self.short and any(strategy.recompute) and found.seconds < _HOPELESS * self.worst_kept:
             found = self._relieved(found)
         self._note(found)
         before = self.best.get(found.kind)
@@ -375,8 +375,11 @@ class _Search:
         for found in sorted(self.best.values(), key=lambda f: f.seconds)[: self.keep]:
             if found.strategy.virtual_stages > 1 and (cuts := self.balancer.cuts(found.strategy)) is not None:
                 self._consider(replace(found.strategy, cuts=cuts.cuts))
+        for found in sorted(self.best.values(), key=lambda f: f.seconds)[: self.keep]:
+            if not self.short:  # short chains are relieved as they are found
+                self.best[found.kind] = self._relieved(found)
         ranked = sorted(self.best.values(), key=lambda f: f.seconds)
-        for place, found in enumerate(ranked[:_TRIED]):
+        for place, found in enumerate(ranked[: _TRIED if self.short else _REFINED]):
             few = found.strategy.stages <= _FEW and found.seconds < _HOPELESS * ranked[0].seconds
             if place >= _REFINED and not few:
                 continue
@@ -439,9 +442,9 @@ class _Search:
                 yield _toggled(moved, stage)
 
     def _moved(self, strategy: Strategy) -> Iterator[Strategy]:
-        """One cut moved by a layer, or, where stages are few, several next to each other."""
+        """One cut moved by a layer, or, in a short chain, several next to each other."""
         cuts, size = strategy.cuts, self.model.profile.size
-        widest = len(cuts) if len(cuts) <= _FEW else 1
+        widest = len(cuts) if self.short and len(cuts) <= _FEW else 1
         for width in range(1, widest + 1):
             for place in range(1, len(cuts) - width + 1):
                 for step in (-1, 1):
