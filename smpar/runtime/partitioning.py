@@ -195,6 +195,25 @@ def survey(
     return Explored(graph, modules, anchors, layout)
 
 
+def survey_exposed(
+    fn: Callable[..., Any], call: Call, model: nn.Module, outcomes: Outcomes, opened: set[nn.Module]
+) -> Explored:
+    """`survey`, again and again until no code that hands tensors to the outside is left to bring into glue.
+
+    Adds what it opens for that to ``opened``.
+    """
+    glue_hooks: set[nn.Module] = set()
+    while True:
+        try:
+            seen = survey(fn, call, model, outcomes, opened, glue_hooks)
+        except Exception:
+            if not expose(outcomes.leaky, opened, glue_hooks, set()):
+                raise
+        else:
+            if not expose(outcomes.leaky, opened, glue_hooks, set()):
+                return seen
+
+
 def _search(
     fn: Callable[..., Any],
     call: Call,
@@ -438,16 +457,7 @@ def _by_hand(
     opened = {m for m in model.modules() if len({stage[x] for x in m.modules()}) > 1}
     with torch.inference_mode(False), torch.enable_grad():
         try:
-            glue_hooks: set[nn.Module] = set()
-            while True:
-                try:
-                    seen = survey(fn, call, model, outcomes, opened, glue_hooks)
-                except Exception:
-                    if not expose(outcomes.leaky, opened, glue_hooks, set()):
-                        raise
-                else:
-                    if not expose(outcomes.leaky, opened, glue_hooks, set()):
-                        break
+            seen = survey_exposed(fn, call, model, outcomes, opened)
         except (ValueNeeded, WriteIntoReplicated) as need:
             if isinstance(need, WriteIntoReplicated) and not need.shareable:
                 raise

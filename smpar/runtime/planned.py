@@ -18,7 +18,7 @@ from torch import nn
 
 from smpar.config import Planned
 from smpar.errors import ConfigError, PlanFileError, WriteIntoReplicated
-from smpar.runtime.partitioning import Explored, Goal, Partitioned, bare_graph, expose, never_called, pins_of, survey
+from smpar.runtime.partitioning import Explored, Goal, Partitioned, bare_graph, never_called, pins_of, survey_exposed
 from smpar.stage.explorer import ValueNeeded
 from smpar.stage.layout import Layout, maximal_units
 from smpar.stage.split import Call
@@ -83,7 +83,8 @@ def planned_layout(
     covered = _covered(model, plan)
     opened = {m for m, layers in covered.items() if not _together(layers, stages)}
     try:
-        seen = _surveyed(fn, call, model, outcomes, opened)
+        with torch.inference_mode(False), torch.enable_grad():
+            seen = survey_exposed(fn, call, model, outcomes, opened)
     except (ValueNeeded, WriteIntoReplicated) as need:
         if isinstance(need, WriteIntoReplicated) and not need.shareable:
             raise
@@ -117,22 +118,6 @@ def _covered(model: nn.Module, plan: Planned) -> dict[nn.Module, list[int]]:
 def _together(layers: Sequence[int], stages: Sequence[int]) -> bool:
     """Whether these layers follow each other on one stage."""
     return layers[-1] - layers[0] == len(layers) - 1 and stages[layers[0]] == stages[layers[-1]]
-
-
-def _surveyed(
-    fn: Callable[..., Any], call: Call, model: nn.Module, outcomes: Outcomes, opened: set[nn.Module]
-) -> Explored:
-    glue_hooks: set[nn.Module] = set()
-    with torch.inference_mode(False), torch.enable_grad():
-        while True:
-            try:
-                seen = survey(fn, call, model, outcomes, opened, glue_hooks)
-            except Exception:
-                if not expose(outcomes.leaky, opened, glue_hooks, set()):
-                    raise
-            else:
-                if not expose(outcomes.leaky, opened, glue_hooks, set()):
-                    return seen
 
 
 def _compare(seen: Explored, covered: dict[nn.Module, list[int]], plan: Planned) -> None:
