@@ -5,16 +5,13 @@ Memory is kept as far as a sum over layers tells; the simulation has the last wo
 
 from __future__ import annotations
 
-import statistics
 from dataclasses import dataclass
 
 from smpar.planner.cost import CostModel
 from smpar.planner.network import FREE, Network, Way
+from smpar.planner.partition import EVENNESS
 from smpar.planner.stages import Layers, Place, Tensor, find_cuts, nearest_cuts
 from smpar.planner.strategy import Strategy
-
-_EVEN = 0.4
-"""What the dearest of virtual stages counts beside the dearest rank (see `smpar.planner.partition`)."""
 
 _LEAST_RAMP = 0.1
 """The part of a ramp that split backwards leave at least."""
@@ -66,7 +63,7 @@ class Balancer:
         ranks = () if quick or strategy.virtual_stages == 1 else strategy.ranks
         key = id(layers), tuple(places), self._as_if(strategy), ranks
         if key not in self._found:
-            found = find_cuts(layers, places, self._as_if(strategy), ranks, _EVEN if ranks else 0.0)
+            found = find_cuts(layers, places, self._as_if(strategy), ranks, EVENNESS if ranks else 0.0)
             self._found[key] = None if found is None else (found.cuts, found.stage_time)
         known = self._found[key]
         if known is None:
@@ -95,7 +92,7 @@ class Balancer:
             return m
         name = self._types(strategy.tp)[0]
         rows = self.model.rows(name, strategy.tp, strategy.microbatch)
-        both, weight = float(rows.forward[-1] + rows.backward[-1]), float(rows.weight[-1])
+        both, weight = rows.whole, float(rows.weight[-1])
         return 1 + round((m - 1) * both / max(both - 2 * weight, _LEAST_RAMP * both)) if both > 0.0 else m
 
     def _chain(self, strategy: Strategy) -> Layers:
@@ -108,12 +105,11 @@ class Balancer:
         if found is None:
             runtime, profile = model.runtime, model.profile
             state = runtime.weight + runtime.gradient + runtime.optimizer / shards
-            usual = statistics.median(layer.transient for layer in profile.layers)
             found = self._layers[key] = Layers(
                 [model.layer_seconds(name, strategy.tp, size, again) for name in self._types(strategy.tp)],
                 [
                     model.flow.parameters_of(i, i + 1, strategy.tp) * state
-                    + max(0.0, layer.transient - usual) * size / strategy.tp
+                    + max(0.0, layer.transient - model.flow.usual_transient) * size / strategy.tp
                     for i, layer in enumerate(profile.layers)
                 ],
                 [model.flow.saved_of(i, i + 1, strategy.tp) * size for i in range(profile.size)],
@@ -131,14 +127,13 @@ class Balancer:
     def _places(self, strategy: Strategy, net: Network, slack: float = 1.0, links: bool = False) -> list[Place]:
         model, ranks = self.model, strategy.ranks
         names = self._types(strategy.tp)
-        usual = statistics.median(layer.transient for layer in model.profile.layers)
-        transient = usual * strategy.microbatch / strategy.tp
+        transient = model.flow.usual_transient * strategy.microbatch / strategy.tp
         kept = model.flow.mean_boundary * model.runtime.message * strategy.microbatch
         places = []
         for stage, rank in enumerate(ranks):
             way = FREE
             if (model.runtime.blocking or links) and stage and ranks[stage - 1] != rank:
-                way = _worst(net, ranks[stage - 1], rank, strategy.pp)
+                way = _worst(net, ranks[stage - 1], rank)
             held = in_flight(strategy, rank)
             again = strategy.recomputes(stage)
             places.append(
@@ -164,6 +159,5 @@ def in_flight(strategy: Strategy, rank: int) -> float:
     return min(m, p) if strategy.schedule in ("zb", "zbv") else m
 
 
-def _worst(net: Network, source: int, target: int, size: int) -> Way:
-    ways = [replica.ways[source if target == (source + 1) % size else target] for replica in net.replicas]
-    return max(ways, key=lambda way: (way.per_byte, way.latency))
+def _worst(net: Network, source: int, target: int) -> Way:
+    return max((replica.way(source, target) for replica in net.replicas), key=lambda way: (way.per_byte, way.latency))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,7 +23,7 @@ import numpy.typing as npt
 
 from smpar.planner.cluster import Cluster
 from smpar.planner.hardware import SMPAR, Runtime
-from smpar.planner.network import FREE, Network, Replica, Wiring
+from smpar.planner.network import Network, Replica, Wiring
 from smpar.planner.parts import Memory, Parts
 from smpar.planner.pipeline import Pipeline, Timeline, simulate_named
 from smpar.planner.profile import Profile, Seconds
@@ -139,8 +140,7 @@ class CostModel:
         return names[0] if len(names) == 1 else max(names, key=lambda name: self._whole(name, tp))
 
     def _whole(self, name: str, tp: int) -> float:
-        rows = self.rows(name, tp, 1)
-        return float(rows.forward[-1] + rows.backward[-1])
+        return self.rows(name, tp, 1).whole
 
     def layer_seconds(self, device: str, tp: int, microbatch: int, again: bool) -> list[float]:
         """Forward and backward of each layer; with the forward twice if it is to run `again`."""
@@ -159,8 +159,7 @@ class CostModel:
     def busy(self, strategy: Strategy) -> list[float]:
         """Seconds of a step that each pipeline rank computes, in the slowest replica."""
         case = _Case(self, strategy)
-        lines = [simulate_named(p, strategy.schedule, strategy.microbatches) for p in case.slow]
-        return [max(line.busy[rank] for line in lines) for rank in range(strategy.pp)]
+        return [max(line.busy[rank] for line in case.lines) for rank in range(strategy.pp)]
 
     def at_least(self, strategy: Strategy, stages: Sequence[float], ranks: Sequence[float]) -> float:
         """Seconds that a step takes at least, from those per microbatch of stages, and of ranks, alone.
@@ -216,7 +215,7 @@ class CostModel:
     def timeline(self, strategy: Strategy) -> Timeline:
         """The simulated pipeline of the slowest kind of replica, with all its actions."""
         case = _Case(self, strategy)
-        slowest = max(case.slow, key=lambda p: simulate_named(p, strategy.schedule, strategy.microbatches).seconds)
+        _, slowest = max(zip(case.lines, case.slow, strict=True), key=lambda pair: pair[0].seconds)
         return simulate_named(slowest, strategy.schedule, strategy.microbatches, timetable=True)
 
 
@@ -227,6 +226,11 @@ class Rows:
     forward: Floats
     backward: Floats
     weight: Floats
+
+    @property
+    def whole(self) -> float:
+        """Forward and backward of the whole model."""
+        return float(self.forward[-1] + self.backward[-1])
 
     @classmethod
     def make(cls, seconds: Seconds) -> Rows:
@@ -252,6 +256,7 @@ class Flow:
         self.whole_saved = _sums([x.whole_saved for x in layers])
         self._transient = [x.transient for x in layers]
         self._any_transient = any(self._transient)
+        self.usual_transient = statistics.median(self._transient)
         self.mean_boundary = sum(self.into(i, len(layers))[0] for i in range(1, len(layers))) / max(1, len(layers) - 1)
 
     def into(self, first: int, end: int) -> tuple[float, float]:
@@ -297,16 +302,19 @@ class _Case:
         """Those of the kinds of replica of which one is the slowest."""
         return [self._pipeline(self.net.replicas[kind]) for kind in self.net.slow]
 
+    @cached_property
+    def lines(self) -> list[Timeline]:
+        """Their simulations."""
+        strategy = self.strategy
+        return [simulate_named(p, strategy.schedule, strategy.microbatches) for p in self.slow]
+
     def _pipeline(self, replica: Replica) -> Pipeline:
         strategy, ranks, runtime = self.strategy, self.ranks, self.model.runtime
         times = {name: self._times(name) for name in set(replica.types)}
         forward, backward, weight = (
             [times[replica.types[rank]][part][stage] for stage, rank in enumerate(ranks)] for part in range(3)
         )
-        ways = [
-            FREE if a == b else replica.ways[a if b == (a + 1) % strategy.pp else b]
-            for a, b in itertools.pairwise(ranks)
-        ]
+        ways = [replica.way(a, b) for a, b in itertools.pairwise(ranks)]
         size = runtime.message * strategy.microbatch
         crossing = [self.model.flow.into(*interval) for interval in self.intervals[1:]]
         there = [elements * size * way.per_byte for (elements, _), way in zip(crossing, ways, strict=True)]
@@ -338,9 +346,8 @@ class _Case:
 
     def prediction(self) -> Prediction:
         strategy, runtime, net = self.strategy, self.model.runtime, self.net
-        lines = [simulate_named(p, strategy.schedule, strategy.microbatches) for p in self.slow]
-        ends = [max(line.last_backward[s] for line in lines) for s in range(strategy.stages)]
-        end = max(line.seconds for line in lines)
+        ends = [max(line.last_backward[s] for line in self.lines) for s in range(strategy.stages)]
+        end = max(line.seconds for line in self.lines)
         reductions = self._reductions()
         ends = self._tied(ends)
         done = [0.0] * strategy.pp
@@ -349,14 +356,14 @@ class _Case:
             done[rank] = max(done[rank], ends[stage]) + reductions[stage]
         reduced = max(end, *done)
         total = max(max(end, done[rank]) + self._step(rank) for rank in range(strategy.pp))
-        busy = [max(line.busy[rank] for line in lines) for rank in range(strategy.pp)]
+        busy = [max(line.busy[rank] for line in self.lines) for rank in range(strategy.pp)]
         return Prediction(
             total + runtime.fixed,
             end,
             reduced - end,
             total + runtime.fixed - reduced,
             1.0 - sum(busy) / (strategy.pp * end) if end else 0.0,
-            self._memory([max(line.peak_bytes[rank] for line in lines) for rank in range(strategy.pp)]),
+            self._memory([max(line.peak_bytes[rank] for line in self.lines) for rank in range(strategy.pp)]),
             net.limits,
             self._stages(reductions),
         )
@@ -445,14 +452,13 @@ class _Case:
 
     def memory(self) -> list[Memory]:
         """The same by its parts."""
-        strategy, runtime = self.strategy, self.model.runtime
-        lines = [simulate_named(p, strategy.schedule, strategy.microbatches) for p in self.slow]
+        runtime = self.model.runtime
         return [
             Memory(
                 held * runtime.weight,
                 held * runtime.gradient,
                 held * runtime.optimizer / self._shards,
-                max(line.peak_bytes[rank] for line in lines),
+                max(line.peak_bytes[rank] for line in self.lines),
                 working,
             )
             for rank, (held, working) in enumerate(zip(self.held, self._working(), strict=True))

@@ -38,6 +38,12 @@ class Replica:
     types: tuple[str, ...]
     ways: tuple[Way, ...]
 
+    def way(self, source: int, target: int) -> Way:
+        """From a pipeline rank to a neighbouring one, or to itself."""
+        if source == target:
+            return FREE
+        return self.ways[source if target == (source + 1) % len(self.ways) else target]
+
 
 @dataclass(frozen=True)
 class Network:

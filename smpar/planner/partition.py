@@ -56,6 +56,8 @@ from smpar.errors import PlanError
 from smpar.planner.chain import Edge, Goal, Partition, Tie, UnitCost, check, fold, shares_ranks
 from smpar.planner.native import core
 
+EVENNESS = 0.4
+"""That of those who cut for interleaved stages: see above."""
 _MANY = 2**31 - 1  # microbatches, so that only the fullest rank counts
 
 

@@ -215,7 +215,7 @@ class _Search:
         speeds, ways = [], []
         for name in self._types(tp):
             rows = self.model.rows(name, tp, microbatch)
-            whole = float(rows.forward[-1] + rows.backward[-1])
+            whole = rows.whole
             speeds.append((1.0 / whole if whole > 0.0 else float("inf"), slots[name]))
             ways.append(whole - float(rows.weight[-1]))
         return sorted(speeds, reverse=True), min(ways, default=0.0)
@@ -250,8 +250,7 @@ class _Search:
     def _hopeless(self, strategy: Strategy) -> float | None:
         """Seconds at least, if even stages on devices as fast as these in all would be too slow."""
         net = self.model.network(strategy.tp, strategy.pp, strategy.dp, strategy.devices)
-        rows = {n: self.model.rows(n, strategy.tp, strategy.microbatch) for names in net.types for n in names}
-        whole = {n: max(float(row.forward[-1] + row.backward[-1]), 1e-300) for n, row in rows.items()}
+        whole = {n: self._whole(n, strategy) for names in net.types for n in names}
         each = [1.0 / sum(1.0 / max(whole[n] for n in names) for names in net.types)] * strategy.pp
         least = self.model.at_least(strategy, each, each)
         return least if least >= self.worst_kept else None
@@ -260,9 +259,9 @@ class _Search:
         there = {node.device for node in self.model.cluster.nodes}
         return [n for n in self.model.profile.devices if n in there and tp in self.model.profile.degrees(n)]
 
-    def _whole(self, name: str, case: Degrees) -> float:
-        rows = self.model.rows(name, case.tp, case.microbatch)
-        return max(float(rows.forward[-1] + rows.backward[-1]), 1e-300)
+    def _whole(self, name: str, case: Degrees | Strategy) -> float:
+        """Seconds of the whole model on that device type; something to divide by."""
+        return max(self.model.rows(name, case.tp, case.microbatch).whole, 1e-300)
 
     def _try_thrift(
         self, case: Degrees, devices: tuple[int, ...], name: str, virtual: int, known: _Thrift | None = None

@@ -14,6 +14,7 @@ from torch import nn
 
 from smpar.errors import PartitionError, WriteIntoReplicated
 from smpar.planner.chain import Edge, Partition, Tie, TooFewUnits, UnitCost
+from smpar.planner.partition import EVENNESS
 from smpar.planner.partition import partition as best_cuts
 from smpar.runtime.core import number_of_stages
 from smpar.runtime.planning import explore, graph_of
@@ -38,8 +39,6 @@ _LINKS = {"cpu": (1.5e9, 6e-5), "cuda": (5e10, 1e-5)}
 _GOOD = 1.05
 # ... and take a finer set of units only if it gains this much.
 _GAIN = 0.97
-# What the dearest of virtual stages counts beside the dearest rank (see `smpar.planner.partition`).
-_EVEN = 0.4
 # Adding one gradient to another streams through memory, faster than an operator among others.
 _STREAM = 2.5
 
@@ -401,7 +400,7 @@ def _cut(seen: Explored, goal: Goal, pins: dict[nn.Module, int]) -> tuple[Partit
     ]
     units = [costs[i] for i in free]
     weight = goal.memory_weight
-    found = best_cuts(units, edges, ties, goal.stages, goal.microbatches, weight, ranks=goal.ranks, evenness=_EVEN)
+    found = best_cuts(units, edges, ties, goal.stages, goal.microbatches, weight, ranks=goal.ranks, evenness=EVENNESS)
     stage_of = [0] * len(seen.modules)
     for new, old in enumerate(free):
         stage_of[old] = sum(new >= cut for cut in found.cuts) - 1
