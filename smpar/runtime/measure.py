@@ -183,7 +183,7 @@ def _runs(unit: nn.Module, given: list[torch.Tensor], spec: tree.Spec, split: bo
         finally:
             arguments.restore()
 
-    with _undone(unit, given):
+    with undone(unit, given):
         start = time.perf_counter()
         while len(runs) <= _RUNS or (len(runs) <= _MOST and time.perf_counter() - start < enough):
             forward, backward = run(wanted)
@@ -197,12 +197,12 @@ def _run(
 ) -> tuple[float, float]:
     """Seconds of a forward, and of a backward that gives the gradients of ``wanted``."""
     args, kwargs = tree.unflatten(spec, [g.clone() if g.requires_grad else g for g in given])
-    forward, result = _timed(functools.partial(unit, *args, **kwargs))
+    forward, result = timed(functools.partial(unit, *args, **kwargs))
     outputs = [t for t in tree.tensors(result) if t.grad_fn is not None]
     if not outputs or not wanted:
         return forward, 0.0
     grads = [torch.ones_like(t) for t in outputs]
-    backward, _ = _timed(functools.partial(torch.autograd.grad, outputs, wanted, grads, allow_unused=True))
+    backward, _ = timed(functools.partial(torch.autograd.grad, outputs, wanted, grads, allow_unused=True))
     return forward, backward
 
 
@@ -216,7 +216,8 @@ def _random(meta: Meta) -> torch.Tensor:
     return tensor.requires_grad_(meta.requires_grad)
 
 
-def _timed(fn: Callable[[], Any]) -> tuple[float, Any]:
+def timed(fn: Callable[[], Any]) -> tuple[float, Any]:
+    """Seconds of a call, with all that it leaves to the device; and its result."""
     _wait_for_device()
     start = time.perf_counter()
     result = fn()
@@ -230,7 +231,7 @@ def _wait_for_device() -> None:
 
 
 @contextlib.contextmanager
-def _undone(unit: nn.Module, given: list[torch.Tensor]) -> Iterator[None]:
+def undone(unit: nn.Module, given: Sequence[torch.Tensor] = ()) -> Iterator[None]:
     """Put back the unit's buffers, attributes and gradients, and what the call writes into, afterwards."""
     snapshot = tree.Snapshot()
     for module in unit.modules():

@@ -127,3 +127,25 @@ def test_what_goes_wrong(arguments: list[str], found: str, capsys: pytest.Captur
     output = tmp_path / "p.json"
     assert main(["profile", *arguments, "-o", str(output), "--device", "cpu"]) == WRONG
     assert found in capsys.readouterr().err and not output.exists()
+
+
+def test_timing_the_whole_leaves_what_modules_keep() -> None:
+    """Attributes that a forward leaves in its modules, statistics, and gradients."""
+
+    class Keeps(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.norm, self.seen = torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3), None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen = self.norm(self.linear(x))
+            return self.seen
+
+    model, x = Keeps(), torch.randn(4, 3)
+    model.linear.weight.grad = gradient = torch.ones(3, 3)
+    mean = model.norm.running_mean.clone()
+    forward, backward = whole.whole_seconds(model, ((x,), {}), model, torch.device("cpu"), 0.0)
+    assert forward > 0 and backward > 0
+    assert model.seen is None and torch.equal(model.norm.running_mean, mean)
+    assert model.linear.weight.grad is gradient and torch.equal(gradient, torch.ones(3, 3))
+    assert model.linear.bias.grad is None
