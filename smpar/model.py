@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from smpar.comm.buckets import CommHook, cap_in_bytes
+from smpar.comm.peers import Peers
 from smpar.errors import CommHookError, JoinError, ModelError, NotThroughModel, OutsideOfStep, WrongBackward
 from smpar.runtime.core import runtime
 from smpar.runtime.draws import Draws
@@ -86,15 +87,10 @@ class DistributedModel(nn.Module):
         self.pipeline: Pipeline | None = None
         self._pending_state: tuple[Mapping[str, Any], bool] | None = None
         world = now.world
-        replicas = world.axis_size("dp")
-        group = world.process_group("dp") if replicas > 1 else None
-        if group is not None:
-            with world.guard():
-                broadcast(module_state(module), group, 0)
         self.trained, self.draws = Trained(module), Draws()
         self.reducer = Reducer(
-            group,
-            replicas,
+            Peers.along(world, "dp"),
+            Peers.along(world, "rdp"),
             cap=cap_in_bytes(bucket_cap_mb),
             overlap=overlapping_allreduce,
             early_views=gradient_as_bucket_view,
@@ -102,6 +98,8 @@ class DistributedModel(nn.Module):
             every=backward_passes_per_step,
             name_of=lambda p: next((n for n, q in module.named_parameters() if q is p), "(unknown)"),
         )
+        with world.guard():
+            broadcast(module_state(module), self.reducer.peers_of, 0)
         self.replicas = Replicas(world, self.reducer, self._own_buffers if broadcast_buffers else None)
         if now.stages > 1:
             self.pipeline = Pipeline(module, now.config, world, now.spans, self.reducer, trace_execution_times)
