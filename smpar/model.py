@@ -21,6 +21,7 @@ from smpar.runtime.pipeline import Pipeline
 from smpar.runtime.planned import check_layers
 from smpar.runtime.reducer import Reducer
 from smpar.runtime.replicas import Replicas, broadcast, module_state
+from smpar.runtime.structure import Circumstances, Structure
 from smpar.runtime.trained import Trained
 from smpar.runtime.wholes import gather_state
 from smpar.stage.layout import Late
@@ -88,6 +89,7 @@ class DistributedModel(nn.Module):
         self._pending_state: tuple[Mapping[str, Any], bool] | None = None
         world = now.world
         self.trained, self.draws = Trained(module), Draws()
+        self.circumstances = Circumstances(Structure(module))
         self.reducer = Reducer(
             Peers.along(world, "dp"),
             Peers.along(world, "rdp"),
