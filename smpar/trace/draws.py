@@ -14,7 +14,8 @@ restores the generator's state (activation checkpointing) draws the same numbers
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -52,6 +53,31 @@ def mix(*numbers: int) -> int:
         state = state * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
         state ^= state >> 31
     return state & MASK
+
+
+_shard = 0
+
+
+def shard() -> int:
+    """Which part of a divided tensor draws are for: 0 = the whole, which all ranks of a tensor-parallel group draw."""
+    return _shard
+
+
+def set_shard(number: int) -> int:
+    """Draws are for this part from now on; gives the one before."""
+    global _shard
+    before, _shard = _shard, number
+    return before
+
+
+@contextlib.contextmanager
+def sharded(number: int) -> Iterator[None]:
+    """Draws inside are for this part."""
+    before = set_shard(number)
+    try:
+        yield
+    finally:
+        set_shard(before)
 
 
 def seed_generators(seed: int) -> None:
