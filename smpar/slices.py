@@ -12,6 +12,7 @@ What does not divide evenly is divided unevenly, by whole heads; the first ranks
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -89,7 +90,7 @@ def bounds_of(length: int, ranks: int) -> list[tuple[int, int]]:
     """Divide ``range(length)`` among ranks as evenly as possible; the first get the more."""
     share, more = divmod(length, ranks)
     starts = [rank * share + min(rank, more) for rank in range(ranks + 1)]
-    return list(zip(starts[:-1], starts[1:], strict=True))
+    return list(itertools.pairwise(starts))
 
 
 def sliced(parameter: nn.Parameter, slicing: Slicing) -> nn.Parameter:

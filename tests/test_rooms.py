@@ -14,7 +14,8 @@ import smpar
 ROOT = Path(smpar.__file__).parent
 # A room imports only from those before it.
 ROOMS = ["errors", "mesh", "config", "trace", "schedule", "planner", "comm", "ranks", "slices", "stage", "observe",
-         "runtime", "nn", "model", "optimizer", "amp", "probe", "describe", "advisor", "api", "emulate", "cli"]  # fmt: skip
+         "runtime", "nn", "model", "optimizer", "amp", "probe", "describe", "advisor", "api", "emulate",
+         "cli"]  # fmt: skip
 PURE = ["smpar.errors", "smpar.mesh", "smpar.config", "smpar.planner.partition", "smpar.planner.pipeline",
         "smpar.planner.cluster", "smpar.planner.plans", "smpar.planner.search", "smpar.schedule",
         "smpar.emulate"]  # fmt: skip

@@ -1,0 +1,1 @@
+"""Tensor parallelism: twins of modules, each rank with its slices."""

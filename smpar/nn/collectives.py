@@ -1,0 +1,238 @@
+"""Collectives over a tensor-parallel group, with their gradients.
+
+Each is linear, and its backward is its transpose, given how its input and output are held::
+
+    function         forward           backward          input -> output, as the ranks hold them
+    copy             -                 all-reduce        whole -> whole, for work on slices
+    reduce           all-reduce        -                 addends -> their sum
+    gather           all-gather        reduce-scatter    slices -> whole, for work on slices
+    reduce_scatter   reduce-scatter    all-gather        addends -> a slice of their sum
+    take             -                 all-gather        whole -> slice
+    whole            all-gather        -                 slices -> whole, for work that all ranks do alike
+    all_to_all       all-to-all        all-to-all        slices of one dim -> slices of another
+
+(Megatron-LM, arXiv 1909.08053, section 3; sequence parallelism, arXiv 2205.05198, section 4.2.) Under fake tensors
+they give shapes and do not communicate.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from smpar.nn.group import TensorGroup
+
+_counts: list[Counter[str]] = []
+
+
+@contextlib.contextmanager
+def counting() -> Iterator[Counter[str]]:
+    """Count the collectives that really run: their number under their names, and the bytes given in under "bytes"."""
+    counter: Counter[str] = Counter()
+    _counts.append(counter)
+    try:
+        yield counter
+    finally:
+        _counts.remove(counter)
+
+
+def _count(name: str, tensor: Tensor) -> None:
+    for counter in _counts:
+        counter[name] += 1
+        counter["bytes"] += tensor.numel() * tensor.element_size()
+
+
+def _real(tensor: Tensor, group: TensorGroup) -> bool:
+    return group.size > 1 and not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
+
+
+def _processes(group: TensorGroup) -> dist.ProcessGroup:
+    # its own methods: the functions of torch.distributed around them take as long as a small transfer
+    assert group.group is not None
+    return group.group
+
+
+def all_reduced(tensor: Tensor, group: TensorGroup, own: bool = False) -> Tensor:
+    """The sum over the group, without gradient.
+
+    Args:
+        own: the result may take the place of ``tensor``.
+    """
+    if not _real(tensor, group):
+        return tensor if own else tensor.clone()
+    total = tensor if own and tensor.is_contiguous() else tensor.clone(memory_format=torch.contiguous_format)
+    _count("all_reduce", total)
+    _processes(group).allreduce([total]).wait()
+    return total
+
+
+def all_gathered(tensor: Tensor, group: TensorGroup, dim: int) -> Tensor:
+    """All ranks' slices, joined along ``dim``, without gradient."""
+    shape = list(tensor.shape)
+    if not _real(tensor, group):
+        shape[dim] *= group.size
+        return tensor.new_empty(shape)
+    tensor = tensor.contiguous()
+    _count("all_gather", tensor)
+    flat = tensor.new_empty([group.size * shape[0], *shape[1:]])
+    _processes(group)._allgather_base(flat, tensor).wait()
+    return flat if dim == 0 else torch.cat(flat.chunk(group.size), dim)
+
+
+def reduce_scattered(tensor: Tensor, group: TensorGroup, dim: int) -> Tensor:
+    """This rank's slice, along ``dim``, of the sum over the group, without gradient."""
+    shape = list(tensor.shape)
+    shape[dim] //= group.size
+    if not _real(tensor, group):
+        return tensor.new_empty(shape)
+    parts = torch.cat(tensor.chunk(group.size, dim)) if dim else tensor.contiguous()
+    _count("reduce_scatter", parts)
+    mine = tensor.new_empty(shape)
+    _processes(group)._reduce_scatter_base(mine, parts).wait()
+    return mine
+
+
+def sliced_of(tensor: Tensor, group: TensorGroup, dim: int) -> Tensor:
+    """This rank's slice along ``dim``, a copy."""
+    if tensor.shape[dim] % group.size:
+        raise ValueError(f"dim {dim} of {list(tensor.shape)} does not divide by {group.size}")
+    return tensor.chunk(group.size, dim)[group.rank].contiguous()
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return all_reduced(grad, ctx.group), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
+        return all_reduced(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TensorGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return all_gathered(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return reduce_scattered(grad, ctx.group, ctx.dim), None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TensorGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return reduce_scattered(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return all_gathered(grad, ctx.group, ctx.dim), None, None
+
+
+class _Take(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TensorGroup, dim: int, scale: float) -> Tensor:
+        ctx.group, ctx.dim, ctx.scale = group, dim, scale
+        return sliced_of(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        grad = grad if ctx.scale == 1.0 else grad * ctx.scale
+        return all_gathered(grad, ctx.group, ctx.dim), None, None, None
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TensorGroup, dim: int, scale: float) -> Tensor:
+        ctx.group, ctx.dim, ctx.scale = group, dim, scale
+        return all_gathered(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        grad = sliced_of(grad, ctx.group, ctx.dim)
+        return grad if ctx.scale == 1.0 else grad * ctx.scale, None, None, None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TensorGroup, split: int, join: int) -> Tensor:
+        ctx.group, ctx.split, ctx.join = group, split, join
+        return exchanged(x, group, split, join)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return exchanged(grad, ctx.group, ctx.join, ctx.split), None, None, None
+
+
+def exchanged(tensor: Tensor, group: TensorGroup, split: int, join: int) -> Tensor:
+    """Give each rank its slice along ``split``, and join what comes along ``join``; without gradient."""
+    parts = torch.stack(tensor.chunk(group.size, split))
+    if _real(tensor, group):
+        _count("all_to_all", parts)
+        came = torch.empty_like(parts)
+        _processes(group).alltoall_base(came, parts, [], []).wait()
+        parts = came
+    return torch.cat(parts.unbind(0), join)
+
+
+def copy(x: Tensor, group: TensorGroup) -> Tensor:
+    """A whole tensor, on which ranks work with their slices."""
+    return _Copy.apply(x, group)  # type: ignore[no-any-return]
+
+
+def reduce(x: Tensor, group: TensorGroup) -> Tensor:
+    """The sum of all ranks' addends."""
+    return _Reduce.apply(x, group)  # type: ignore[no-any-return]
+
+
+def gather(x: Tensor, group: TensorGroup, dim: int) -> Tensor:
+    """All slices along ``dim``, joined, on which ranks work with their slices of something else."""
+    return _Gather.apply(x, group, dim)  # type: ignore[no-any-return]
+
+
+def reduce_scatter(x: Tensor, group: TensorGroup, dim: int) -> Tensor:
+    """This rank's slice, along ``dim``, of the sum of all ranks' addends."""
+    return _ReduceScatter.apply(x, group, dim)  # type: ignore[no-any-return]
+
+
+def take(x: Tensor, group: TensorGroup, dim: int, scale: float = 1.0) -> Tensor:
+    """This rank's slice, along ``dim``, of what all hold.
+
+    Args:
+        scale: a factor for the gradient.
+    """
+    return _Take.apply(x, group, dim, scale)  # type: ignore[no-any-return]
+
+
+def whole(x: Tensor, group: TensorGroup, dim: int, scale: float = 1.0) -> Tensor:
+    """All slices along ``dim``, joined, on which all ranks do the same.
+
+    Args:
+        scale: a factor for the gradient.
+    """
+    return _Whole.apply(x, group, dim, scale)  # type: ignore[no-any-return]
+
+
+def all_to_all(x: Tensor, group: TensorGroup, split: int, join: int) -> Tensor:
+    """From slices along ``join`` to slices along ``split``: [.., S/n, .., H] -> [.., S, .., H/n] for join S, split H."""
+    return _AllToAll.apply(x, group, split, join)  # type: ignore[no-any-return]

@@ -1,0 +1,57 @@
+"""The tensor-parallel group as twins see it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import nn
+
+from smpar.runtime.core import runtime
+
+
+@dataclass(frozen=True, eq=False)
+class TensorGroup:
+    """Ranks that hold the slices of one stage of one replica.
+
+    Attributes:
+        group: for its collectives; None where only shapes are asked for.
+        rank, size: this rank's place, and their number.
+        memory: whether hidden states between regions are slices of the sequence (``optimize="memory"``).
+        joined: whether the ranks bring different samples (not ``prescaled_batch``).
+    """
+
+    group: dist.ProcessGroup | None
+    rank: int
+    size: int
+    memory: bool
+    joined: bool
+
+    @classmethod
+    def current(cls) -> TensorGroup:
+        """The one that ``smpar.init`` made.
+
+        Raises:
+            NotInitialized: ``smpar.init`` has not run.
+        """
+        now = runtime()
+        config, world = now.config, now.world
+        size = world.axis_size("tp")
+        return cls(
+            world.process_group("tp") if size > 1 else None,
+            world.axis_rank("tp"),
+            size,
+            config.optimize == "memory",
+            not config.prescaled_batch,
+        )
+
+
+def partial(parameter: nn.Parameter, group: TensorGroup) -> None:
+    """Mark a whole parameter of whose gradient each rank of the group computes a part.
+
+    Its gradient is scaled by the group's size, so that the mean over all data-parallel ranks, which every whole
+    parameter gets, is the sum over the group and the mean over the replicas.
+    """
+    if not getattr(parameter, "smp_partial", False) and parameter.requires_grad:
+        parameter.smp_partial = True  # type: ignore[attr-defined]
+        parameter.register_hook(lambda grad: grad * group.size)
