@@ -278,7 +278,7 @@ class ShapesDisagree(RanksDisagree):
 
 
 class ProgramsDisagree(RanksDisagree):
-    """The ranks of one pipeline or tensor-parallel group would run different modules or operations, or in other modes."""
+    """Ranks of one pipeline or tensor-parallel group would run different modules or operations, or in other modes."""
 
     RULE = (
         "all ranks of a pipeline or tensor-parallel group run the same modules and operations in a step, in the same "
