@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from smpar.comm.messages import CommGroup, allgather
+from smpar.comm.messages import CommGroup, allgather, broadcast
 from smpar.comm.world import World
 from smpar.errors import BatchesDisagree, ProgramsDisagree, RanksDisagree, ShapesDisagree
 from smpar.stage.layout import Layout
@@ -106,6 +106,26 @@ def agree_programs(world: World, programs: Sequence[MicrobatchProgram] | None, l
             here, there = (rows[place] if place < len(rows) else "nothing more" for rows in (table[0], theirs))
             raise ProgramsDisagree(f"operation {place}: {here} on rank {ranks[0]}, {there} on rank {rank}")
     raise ProgramsDisagree("the programs' checksums differ")
+
+
+def share_costs(world: World, programs: Sequence[MicrobatchProgram] | None) -> None:
+    """Give the programs' segments the costs that they have on the first rank of the tensor-parallel group.
+
+    Slices may be unequal, and what they cost; but schedules, which follow the costs, have to be equal on all ranks.
+    """
+    if world.axis_size("tp") == 1:
+        return
+    own = list(dict.fromkeys(programs or ()))
+    costs = [[(s.forward, s.backward, s.weight, s.saved) for s in p.shape.segments] for p in own]
+    first = broadcast(costs, CommGroup.TP_GROUP, src=0)
+    if list(map(len, first)) != list(map(len, costs)):
+        return  # other programs: `agree_programs` says so
+    for program, theirs in zip(own, first, strict=True):
+        segments = tuple(
+            dataclasses.replace(s, forward=forward, backward=backward, weight=weight, saved=saved)
+            for s, (forward, backward, weight, saved) in zip(program.shape.segments, theirs, strict=True)
+        )
+        program.shape = dataclasses.replace(program.shape, segments=segments)
 
 
 def _gather(world: World, numbers: list[int]) -> list[list[int]]:

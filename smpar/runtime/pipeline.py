@@ -22,7 +22,7 @@ from smpar.errors import ModelError, WriteIntoReplicated
 from smpar.observe.progress import Progress
 from smpar.observe.spans import Spans
 from smpar.observe.transfers import StageChannels
-from smpar.runtime.agreement import agree_programs
+from smpar.runtime.agreement import agree_programs, share_costs
 from smpar.runtime.executor import Executor, Timetable
 from smpar.runtime.measure import Measurer
 from smpar.runtime.partitioning import Goal, Partitioned, make_layout
@@ -294,6 +294,7 @@ class Pipeline:
         return programs if all(p.skeleton == programs[0].skeleton for p in programs) else None
 
     def _agree_programs(self, programs: list[MicrobatchProgram] | None) -> None:
+        share_costs(self.world, programs)
         agree_programs(self.world, programs, self.layout)
 
     def _keys(self, fn: Callable[..., Any], batch: Batch, arguments: Any) -> tuple[Any, ...]:
