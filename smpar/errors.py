@@ -251,19 +251,42 @@ class BatchError(StepError):
 
 
 class RanksDisagree(StepError):
-    """The ranks of one pipeline called the step with different inputs."""
+    """The ranks of one pipeline or tensor-parallel group called different steps, or with unfitting inputs."""
 
-    RULE = "all ranks of a pipeline call the same step functions in the same order, with the same batches"
+    RULE = (
+        "all ranks of a pipeline or tensor-parallel group call the same step functions in the same order, and those "
+        "of a pipeline with the same batches"
+    )
     FIX = "shard the data by smpar.dp_rank() of smpar.dp_size(), never by smpar.rank(); call each step on every rank"
 
 
-class ProgramsDisagree(RanksDisagree):
-    """The ranks of one pipeline would run different modules or operations, or in other modes."""
+class BatchesDisagree(RanksDisagree):
+    """Ranks of one tensor-parallel group got different batches, though ``prescaled_batch`` is set."""
 
-    RULE = "all ranks of a pipeline run the same modules and operations in a step, in the same modes"
+    RULE = "with prescaled_batch = True, all ranks of a tensor-parallel group get the same batch"
+    FIX = (
+        "shard the data by smpar.rdp_rank() of smpar.rdp_size(), which are equal on these ranks; or leave out "
+        "'prescaled_batch', where each rank gets a batch of its own (by smpar.dp_rank() of smpar.dp_size())"
+    )
+
+
+class ShapesDisagree(RanksDisagree):
+    """Ranks of one tensor-parallel group got batches of different shapes, or unlike other arguments."""
+
+    RULE = "the batches of a tensor-parallel group's ranks have equal shapes, and other arguments of a step are equal"
+    FIX = "pad the batches, or leave samples out; pass what differs from rank to rank in a tensor"
+
+
+class ProgramsDisagree(RanksDisagree):
+    """Ranks of one pipeline or tensor-parallel group would run different modules or operations, or in other modes."""
+
+    RULE = (
+        "all ranks of a pipeline or tensor-parallel group run the same modules and operations in a step, in the same "
+        "modes"
+    )
     FIX = (
         "call train(), eval(), requires_grad_() and autocast alike on all ranks; let nothing in the model's forward or "
-        "in the step depend on smpar.rank() or smpar.pp_rank()"
+        "in the step depend on smpar.rank(), smpar.pp_rank() or smpar.tp_rank()"
     )
 
 
@@ -330,6 +353,14 @@ class OtherMicrobatch(StepError):
 
     RULE = "a stage tensor is used by the microbatch that made it, and by no other"
     FIX = "return the tensor from the step and pass it to the next step as an argument; keep no tensor in an attribute"
+
+
+class LayerArgumentError(SmparError):
+    """A layer of smpar.nn is made with an argument that it does not have, or with a value that means nothing to it."""
+
+    def __init__(self, layer: str, found: str, allowed: str | None) -> None:
+        fix = f"use {allowed}" if allowed else "see the arguments in smpar.nn.layers.options.Options"
+        super().__init__(f"smpar.nn.{layer} is made with its documented arguments", found, fix)
 
 
 class CommandError(SmparError):

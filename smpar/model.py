@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from smpar.comm.buckets import CommHook, cap_in_bytes
+from smpar.comm.peers import Peers
 from smpar.errors import CommHookError, JoinError, ModelError, NotThroughModel, OutsideOfStep, WrongBackward
 from smpar.runtime.core import runtime
 from smpar.runtime.draws import Draws
@@ -20,8 +21,11 @@ from smpar.runtime.pipeline import Pipeline
 from smpar.runtime.planned import check_layers
 from smpar.runtime.reducer import Reducer
 from smpar.runtime.replicas import Replicas, broadcast, module_state
+from smpar.runtime.structure import Circumstances, Structure
 from smpar.runtime.trained import Trained
+from smpar.runtime.unstepped import Unstepped
 from smpar.runtime.wholes import gather_state
+from smpar.slices import slicing_of
 from smpar.stage.layout import Late
 from smpar.stage.tensor import active
 
@@ -31,7 +35,9 @@ PARTIAL = "_smp_is_partial"
 
 
 class DistributedModel(nn.Module):
-    """Wraps a module for training with ``smpar.step``. The module itself stays as it is.
+    """Wraps a module for training with ``smpar.step``, or, where the pipeline degree is 1, without. The module stays.
+
+    Without a step, a backward after ``model(...)`` averages gradients at its end; calls inside ``no_sync`` do not.
 
     The partition happens at the first step (at once if the pipeline degree is 1); each rank then gives up the
     parameters of other stages. Parameters are broadcast from data-parallel rank 0, and moved to the rank's GPU where
@@ -84,17 +90,14 @@ class DistributedModel(nn.Module):
         self.module = module
         self.average_grads = average_grads_across_microbatches
         self.pipeline: Pipeline | None = None
+        self.unstepped: Unstepped | None = None
         self._pending_state: tuple[Mapping[str, Any], bool] | None = None
         world = now.world
-        replicas = world.axis_size("dp")
-        group = world.process_group("dp") if replicas > 1 else None
-        if group is not None:
-            with world.guard():
-                broadcast(module_state(module), group, 0)
         self.trained, self.draws = Trained(module), Draws()
+        self.circumstances = Circumstances(Structure(module))
         self.reducer = Reducer(
-            group,
-            replicas,
+            Peers.along(world, "dp"),
+            Peers.along(world, "rdp"),
             cap=cap_in_bytes(bucket_cap_mb),
             overlap=overlapping_allreduce,
             early_views=gradient_as_bucket_view,
@@ -102,6 +105,8 @@ class DistributedModel(nn.Module):
             every=backward_passes_per_step,
             name_of=lambda p: next((n for n, q in module.named_parameters() if q is p), "(unknown)"),
         )
+        with world.guard():
+            broadcast(module_state(module), self.reducer.peers_of, 0)
         self.replicas = Replicas(world, self.reducer, self._own_buffers if broadcast_buffers else None)
         if now.stages > 1:
             self.pipeline = Pipeline(module, now.config, world, now.spans, self.reducer, trace_execution_times)
@@ -109,6 +114,8 @@ class DistributedModel(nn.Module):
             self.pipeline.after_hand_over.append(self._handed_over)
         now.adopt_model(self)
         if self.pipeline is None:
+            if self.reducer.peers.size > 1:
+                self.unstepped = Unstepped(world, self.replicas, self.trained, now.shard)
             self._partition_done()
 
     # -- calls inside a step --------------------------------------------------------------------
@@ -117,6 +124,8 @@ class DistributedModel(nn.Module):
         own = self.__dict__  # past nn.Module's slow attributes
         if own["pipeline"] is not None and active() is None:
             raise OutsideOfStep("model(...) was called outside of a step")
+        if own["unstepped"] is not None and active() is None and not runtime().in_step:
+            return own["unstepped"].call(own["_modules"]["module"], args, kwargs)
         return own["_modules"]["module"](*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -201,6 +210,30 @@ class DistributedModel(nn.Module):
         """Modules that run on this rank."""
         return (m for _, m in self.local_named_modules())
 
+    def is_distributed_parameter(self, parameter: torch.Tensor) -> bool:
+        """Whether this rank holds a slice of it: of a parameter that is divided over the tensor-parallel group."""
+        return slicing_of(parameter) is not None
+
+    def is_distributed_buffer(self, buffer: torch.Tensor) -> bool:
+        """Whether this rank holds a slice of it."""
+        return slicing_of(buffer) is not None
+
+    def is_scaled_batch_parameter(self, parameter: torch.Tensor) -> bool:
+        """Whether its gradient is of the samples of a whole tensor-parallel group: then it is averaged over ``rdp``."""
+        return self.is_distributed_parameter(parameter)
+
+    def is_scaled_batch_buffer(self, buffer: torch.Tensor) -> bool:
+        """Whether it is of the samples of a whole tensor-parallel group: then ranks along ``rdp`` have it alike."""
+        return self.is_distributed_buffer(buffer)
+
+    def default_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Names and parameters of this rank whose gradients are averaged over ``dp``."""
+        return ((n, p) for n, p in self.local_named_parameters() if not self.is_scaled_batch_parameter(p))
+
+    def scaled_batch_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Names and parameters of this rank whose gradients are averaged over ``rdp``."""
+        return ((n, p) for n, p in self.local_named_parameters() if self.is_scaled_batch_parameter(p))
+
     def get_module(self) -> nn.Module:
         """The wrapped module."""
         return self.module
@@ -230,7 +263,8 @@ class DistributedModel(nn.Module):
         """Let ``hook(state, bucket)`` average gradients, as with torch's DistributedDataParallel.
 
         It gets each bucket with this replica's gradients, not divided, and returns a future of the averages, flat. A
-        hook that communicates does so in ``smpar.get_dp_process_group()``; torch's own take that from ``state``.
+        hook that communicates does so in ``smpar.get_dp_process_group()``; torch's own take that from ``state``. Slices
+        of distributed parameters, which other ranks hold, are averaged without the hook.
 
         Raises:
             CommHookError: there is one, ``hook`` cannot be called, or a step is running.
@@ -252,7 +286,7 @@ class DistributedModel(nn.Module):
     ) -> Iterator[None]:
         """Around a training loop in which replicas have unequal numbers of batches.
 
-        A replica that is done takes part in the others' collectives with nothing to give; all ranks of a pipeline are
+        A replica that is done takes part in the others' collectives with nothing to give; all ranks of a replica are
         done together. In the end all have the parameters and buffers of the last one. Reductions do not overlap.
 
         Args:

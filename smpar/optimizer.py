@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from smpar.comm.messages import CommGroup, allgather
 from smpar.errors import ModelError
+from smpar.mesh import Axis
 from smpar.model import PARTIAL, DistributedModel
 from smpar.runtime.core import runtime
 from smpar.stage.layout import Late
@@ -197,7 +198,7 @@ def _pipelined() -> bool:
 def clip_grad_norm_(
     model: DistributedModel | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
 ) -> torch.Tensor:
-    """Clip gradients by their norm over all stages; tied parameters count once.
+    """Clip gradients by their norm over all stages and slices; what several ranks hold alike counts once.
 
     Args:
         model: the model, or parameters of it.
@@ -205,33 +206,34 @@ def clip_grad_norm_(
         norm_type: of the p-norm; ``inf`` for the largest element.
 
     Returns:
-        the norm before clipping, a float64 scalar, the same on every rank of the pipeline.
+        the norm before clipping, a float64 scalar, the same on every rank of the replica.
     """
     now = runtime()
     wrapped = model if isinstance(model, DistributedModel) else now.model
     parameters = list(wrapped.parameters() if isinstance(model, DistributedModel) else model)
     pipeline = wrapped.pipeline if wrapped.partitioned else None
     with_grad = [p for p in parameters if p.grad is not None]
-    counted = with_grad
-    if pipeline is not None:
-        counted = [p for p in with_grad if pipeline.owns(p)]
+    first = now.world.axis_rank("tp") == 0
+    counted = [
+        p
+        for p in with_grad
+        if (pipeline is None or pipeline.owns(p)) and (first or wrapped.is_distributed_parameter(p))
+    ]
     device = now.world.device
     norms = [
         torch.linalg.vector_norm(_values(p.grad), norm_type, dtype=_wide(p.grad)).to(device, torch.float64)
         for p in counted
     ]
     mine = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64, device=device)
+    largest = norm_type == float("inf")
+    axis: Axis = "tp" if pipeline is None else "mp"
     with torch.no_grad():
-        if norm_type == float("inf"):
-            total = mine.max()
-            if pipeline is not None:
-                with now.world.guard():
-                    dist.all_reduce(total, dist.ReduceOp.MAX, group=now.world.process_group("pp"))
-        else:
-            total = (mine**norm_type).sum()
-            if pipeline is not None:
-                with now.world.guard():
-                    dist.all_reduce(total, group=now.world.process_group("pp"))
+        total = mine.max() if largest else (mine**norm_type).sum()
+        if now.world.axis_size(axis) > 1:
+            with now.world.guard():
+                operation = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+                dist.all_reduce(total, operation, group=now.world.process_group(axis))
+        if not largest:
             total = total ** (1.0 / norm_type)
         factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
         for p in with_grad:

@@ -15,9 +15,9 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from smpar.comm.peers import Peers
 from smpar.errors import WrongHookResult
 
 CommHook = Callable[[Any, Any], "torch.futures.Future[Tensor]"]
@@ -35,7 +35,7 @@ def plan_buckets(
 
     Args:
         sizes: bytes of each parameter's gradient.
-        kinds: parameters of different kinds (type, device) never share a bucket.
+        kinds: parameters of different kinds (type, device, ranks that hold them) never share a bucket.
         order: the parameters' indices as their gradients become ready.
         first, cap: bytes at which the first bucket, and each later one, is closed.
     """
@@ -86,6 +86,7 @@ class Bucket:
         numbers: what the owner of the bucket calls its parameters.
         parameters: of one device, whose gradients are of one type.
         dtype: of the reduction; another one than the parameters' own when gradients are accumulated in float32.
+        peers: the ranks that it is reduced over.
 
     Attributes:
         wide: whether the reduction is of another type than the gradients, which then cannot lie in the memory.
@@ -97,9 +98,10 @@ class Bucket:
     """
 
     def __init__(
-        self, index: int, numbers: Sequence[int], parameters: Sequence[nn.Parameter], dtype: torch.dtype
+        self, index: int, numbers: Sequence[int], parameters: Sequence[nn.Parameter], dtype: torch.dtype, peers: Peers
     ) -> None:
         self.index, self.numbers, self.parameters, self.dtype = index, tuple(numbers), tuple(parameters), dtype
+        self.peers = peers
         self.wide = dtype != parameters[0].dtype
         self.last = False
         self.missing = len(self.parameters)
@@ -175,8 +177,8 @@ class Bucket:
         """Let a parameter's gradient be its part of the memory: a tensor of its own, that is no view."""
         self.parameters[place].grad = self.memory.views[place].data
 
-    def launch(self, group: dist.ProcessGroup | None, hook: tuple[Any, CommHook] | None) -> None:
-        """Start the reduction: the sum over the group, or whatever the hook makes of it.
+    def launch(self, hook: tuple[Any, CommHook] | None) -> None:
+        """Start the reduction: the sum over the peers, or whatever the hook makes of it.
 
         Raises:
             WrongHookResult: the hook returns no future.
@@ -190,12 +192,12 @@ class Bucket:
             self._result = cast("torch.futures.Future[Tensor | list[Tensor]]", result)
             return
         memory = self.memory
-        if group is None:
+        if self.peers.group is None:
             return
         memory.flags.fill_(1)
         for i in self.absent:
             memory.flags[i].zero_()
-        self._work = group.allreduce([_real(memory.whole)])
+        self._work = self.peers.group.allreduce([_real(memory.whole)])
 
     @property
     def at_work(self) -> bool:

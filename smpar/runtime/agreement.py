@@ -1,4 +1,4 @@
-"""At the start of each step the ranks of a pipeline make sure that they do the same, and share a seed.
+"""At the start of each step the ranks of a replica make sure that they do the same, and share a seed.
 
 Two questions, each one small exchange:
 
@@ -6,6 +6,12 @@ Two questions, each one small exchange:
     agree_programs  do all run the same modules and operations on the same stages?     where a program is new
 
 Without the second, a step that looks at its rank would be silently wrong, or wait for ever.
+
+Ranks of a tensor-parallel group that have samples of their own must have equal shapes, not equal values:
+
+              tp 0   tp 1                            tp 0   tp 1
+    pp 0       a  ==  b   shapes                      a  ==  a
+    pp 1       a  ==  b   and values down             a  ==  a    ``prescaled_batch``: values everywhere
 """
 
 from __future__ import annotations
@@ -17,9 +23,9 @@ from typing import Any
 
 import torch
 
-from smpar.comm.messages import CommGroup, allgather
+from smpar.comm.messages import CommGroup, allgather, broadcast
 from smpar.comm.world import World
-from smpar.errors import ProgramsDisagree, RanksDisagree
+from smpar.errors import BatchesDisagree, ProgramsDisagree, RanksDisagree, ShapesDisagree
 from smpar.stage.layout import Layout
 from smpar.stage.record import Event, MicrobatchProgram
 from smpar.trace import tree
@@ -50,11 +56,12 @@ class Called:
     known: bool
 
 
-def agree(world: World, called: Called, seed: int) -> tuple[int, bool]:
-    """Compare how the ranks of this rank's pipeline group were called.
+def agree(world: World, called: Called, seed: int, joined: bool) -> tuple[int, bool]:
+    """Compare how the ranks of this rank's replica (its pipeline and tensor-parallel groups) were called.
 
     Args:
         seed: this rank's draw.
+        joined: whether ranks of a tensor-parallel group have samples of their own.
 
     Returns:
         the first rank's seed, and whether the program of every rank is known.
@@ -63,17 +70,25 @@ def agree(world: World, called: Called, seed: int) -> tuple[int, bool]:
         RanksDisagree: on every rank, naming the first argument or mode that differs.
     """
     contents = world.device.type != "cuda" or called.step < _CHECKED_ON_CUDA
-    mark = zlib.crc32(repr((called.function, called.step, called.digest)).encode())
+    kind = zlib.crc32(repr((called.function, called.step, called.digest)).encode())
+    values = 0
     for name, value in called.arguments.items():
-        mark = _mark(value, contents, zlib.crc32(name.encode(), mark))
-    table = _gather(world, [mark, seed, int(called.known)])
-    if any(row[0] != mark for row in table):
-        _explain(world, called)
-    return table[0][1], all(row[2] for row in table)
+        kind, values = _marks(value, contents, zlib.crc32(name.encode(), kind), values)
+    table = _gather(world, [kind, values, seed, int(called.known)])
+    firsts = _firsts(world, joined)
+    if any(row[0] != kind or row[1] != table[first][1] for row, first in zip(table, firsts, strict=True)):
+        _explain(world, called, firsts, ShapesDisagree if joined else BatchesDisagree)
+    return table[0][2], all(row[3] for row in table)
+
+
+def _firsts(world: World, joined: bool) -> list[int]:
+    """For each rank of a replica the first one with the same batch; both as places in its group."""
+    column = [world.mesh.coords(rank).tp if joined else 0 for rank in world.group("mp")]
+    return [column.index(tp) for tp in column]
 
 
 def agree_programs(world: World, programs: Sequence[MicrobatchProgram] | None, layout: Layout) -> None:
-    """Compare the microbatches' programs over the pipeline; None stands for programs not known beforehand.
+    """Compare the microbatches' programs over the replica; None stands for programs not known beforehand.
 
     Raises:
         ProgramsDisagree: on every rank, naming the first module or operation that differs.
@@ -82,8 +97,8 @@ def agree_programs(world: World, programs: Sequence[MicrobatchProgram] | None, l
     mark = zlib.crc32("\n".join(lines).encode())
     if all(row[0] == mark for row in _gather(world, [mark])):
         return
-    table = allgather(lines, CommGroup.PP_GROUP)
-    ranks = world.group("pp")
+    table = allgather(lines, CommGroup.MP_GROUP)
+    ranks = world.group("mp")
     for theirs, rank in zip(table[1:], ranks[1:], strict=True):
         if theirs != table[0]:
             at = next((i for i, (a, b) in enumerate(zip(table[0], theirs, strict=False)) if a != b), None)
@@ -93,11 +108,31 @@ def agree_programs(world: World, programs: Sequence[MicrobatchProgram] | None, l
     raise ProgramsDisagree("the programs' checksums differ")
 
 
+def share_costs(world: World, programs: Sequence[MicrobatchProgram] | None) -> None:
+    """Give the programs' segments the costs that they have on the first rank of the tensor-parallel group.
+
+    Slices may be unequal, and what they cost; but schedules, which follow the costs, have to be equal on all ranks.
+    """
+    if world.axis_size("tp") == 1:
+        return
+    own = list(dict.fromkeys(programs or ()))
+    costs = [[(s.forward, s.backward, s.weight, s.saved) for s in p.shape.segments] for p in own]
+    first = broadcast(costs, CommGroup.TP_GROUP, src=0)
+    if list(map(len, first)) != list(map(len, costs)):
+        return  # other programs: `agree_programs` says so
+    for program, theirs in zip(own, first, strict=True):
+        segments = tuple(
+            dataclasses.replace(s, forward=forward, backward=backward, weight=weight, saved=saved)
+            for s, (forward, backward, weight, saved) in zip(program.shape.segments, theirs, strict=True)
+        )
+        program.shape = dataclasses.replace(program.shape, segments=segments)
+
+
 def _gather(world: World, numbers: list[int]) -> list[list[int]]:
     mine = torch.tensor(numbers, dtype=torch.int64)
-    everyone = [torch.empty_like(mine) for _ in range(world.axis_size("pp"))]
+    everyone = [torch.empty_like(mine) for _ in range(world.axis_size("mp"))]
     # the group itself: the wrapper around it takes as long as the transfer, in every step
-    world.process_group("pp").allgather([everyone], [mine]).wait()
+    world.process_group("mp").allgather([everyone], [mine]).wait()
     return [row.tolist() for row in everyone]
 
 
@@ -138,40 +173,49 @@ def _layout(spec: tree.Spec) -> Any:
     return "*"
 
 
-def _mark(value: Any, contents: bool, start: int) -> int:
+def _marks(value: Any, contents: bool, kind: int, values: int) -> tuple[int, int]:
+    """Checksums of what a value is (structure, constants, shapes of tensors), and of its tensors' contents."""
     leaves: list[torch.Tensor] = []
     spec = tree.flatten(value, leaves)
-    mark = zlib.crc32(repr(_layout(spec)).encode(), start)
+    kind = zlib.crc32(repr(_layout(spec)).encode(), kind)
     for leaf in leaves:
-        mark = _checksum(leaf, contents, mark)
-    return mark
+        meta = meta_of(leaf)
+        kind = zlib.crc32(repr((meta.shape, meta.dtype)).encode(), kind)
+        if contents and leaf.numel() and leaf.layout is torch.strided and meta.device.type != "meta":
+            values = zlib.crc32(_sample(leaf), values)
+    return kind, values
 
 
-def _checksum(tensor: torch.Tensor, contents: bool, start: int) -> int:
-    meta = meta_of(tensor)
-    mark = zlib.crc32(repr((meta.shape, meta.dtype)).encode(), start)
-    if not contents or tensor.numel() == 0 or tensor.layout is not torch.strided or meta.device.type == "meta":
-        return mark
+def _sample(tensor: torch.Tensor) -> memoryview:
     flat = tensor.detach().reshape(-1)
     step = -(-flat.numel() * flat.element_size() // _SAMPLE)
-    sample = flat[::step].contiguous().cpu()
-    return zlib.crc32(sample.view(torch.uint8).numpy().data, mark)
+    return flat[::step].contiguous().cpu().view(torch.uint8).numpy().data
 
 
-def _explain(world: World, called: Called) -> None:
-    """Exchange everything, and raise the same error on every rank."""
-    arguments = {name: (_mark(value, True, 0), _shown(value)) for name, value in called.arguments.items()}
-    table = allgather((called.function, called.step, arguments, dict(called.circumstances())), CommGroup.PP_GROUP)
-    ranks = world.group("pp")
-    first, base = table[0], ranks[0]
-    checks: list[Callable[[Any, int], None]] = [
-        lambda row, rank: _same_call(first, row, base, rank),
-        lambda row, rank: _same_modes(first[3], row[3], base, rank),
-        lambda row, rank: _same_arguments(first, row, base, rank),
+def _explain(world: World, called: Called, firsts: Sequence[int], across: type[RanksDisagree]) -> None:
+    """Exchange everything, and raise the same error on every rank.
+
+    Args:
+        across: what to raise if ranks of a tensor-parallel group differ in an argument.
+    """
+    arguments = {name: (*_marks(value, True, 0, 0), _shown(value)) for name, value in called.arguments.items()}
+    table = allgather((called.function, called.step, arguments, dict(called.circumstances())), CommGroup.MP_GROUP)
+    ranks = world.group("mp")
+    columns = [world.mesh.coords(rank).tp for rank in ranks]
+
+    def same_arguments(by: int, place: int, base: int) -> None:
+        error = RanksDisagree if columns[place] == columns[base] else across
+        _same_arguments(table[base], table[place], ranks[base], ranks[place], by, error)
+
+    checks: list[Callable[[int], None]] = [
+        lambda place: _same_call(table[0], table[place], ranks[0], ranks[place]),
+        lambda place: _same_modes(table[0][3], table[place][3], ranks[0], ranks[place]),
+        lambda place: same_arguments(_BY_SHAPE, place, 0),
+        lambda place: same_arguments(_BY_VALUES, place, firsts[place]),
     ]
     for check in checks:
-        for row, rank in zip(table[1:], ranks[1:], strict=True):
-            check(row, rank)
+        for place in range(1, len(ranks)):
+            check(place)
     raise RanksDisagree(f"the arguments of {called.function} differ")
 
 
@@ -204,11 +248,14 @@ def _same_modes(first: dict[str, Any], other: dict[str, Any], base: int, rank: i
             raise ProgramsDisagree(f"{name}: {value} on rank {base}, {other[name]} on rank {rank}")
 
 
-def _same_arguments(first: Any, other: Any, base: int, rank: int) -> None:
-    for name, (mark, shown) in first[2].items():
-        if other[2][name] != (mark, shown):
-            there = other[2][name][1]
+_BY_SHAPE, _BY_VALUES = 0, 1
+
+
+def _same_arguments(first: Any, other: Any, base: int, rank: int, by: int, error: type[RanksDisagree]) -> None:
+    for name, argument in first[2].items():
+        if other[2][name][by] != argument[by]:
+            shown, there = argument[2], other[2][name][2]
             what = f"{shown} on rank {base}, {there} on rank {rank}"
             if shown == there:
                 what = f"{shown} with other values on rank {base} than on rank {rank}"
-            raise RanksDisagree(f"argument {name} of {first[0]}: {what}")
+            raise error(f"argument {name} of {first[0]}: {what}")

@@ -66,6 +66,16 @@ class Runtime:
         return self.config.stages
 
     @property
+    def joined(self) -> bool:
+        """Whether ranks of a tensor-parallel group have samples of their own."""
+        return self.world.axis_size("tp") > 1 and not self.config.prescaled_batch
+
+    @property
+    def shard(self) -> int:
+        """Outside of distributed modules, ranks with samples of their own draw for themselves: see `trace.draws`."""
+        return self.world.axis_rank("tp") + 1 if self.joined else 0
+
+    @property
     def maybe_model(self) -> DistributedModel | None:
         return self._model() if self._model is not None else None
 

@@ -2,7 +2,7 @@
 
 Only forwards suspend, never a backward. Grad mode, autocast and the stack of torch-function modes are
 the thread's, and the default dtype and the choice of attention kernels the process's, so each side puts its own back
-after a switch.
+after a switch. So it does with what ranks of a tensor-parallel group draw for themselves.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ import torch
 from greenlet import greenlet
 
 from smpar.stage.tensor import activate
+from smpar.trace.draws import set_shard, shard
 
 _DEVICES = ("cpu", "cuda")
-_OF_PROCESS: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (  # get, set
+_OF_PROCESS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (  # get, set
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
     (torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
     (torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
     (torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn),
+    (shard, set_shard),
 )
 
 

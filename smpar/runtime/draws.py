@@ -30,18 +30,21 @@ class _Noting(SeedMode):
     ) -> Any:
         if self.drew or func not in DRAWS:
             return super().__torch_function__(func, types, args, kwargs)
-        seeded: list[Any] = []
+        drew = True
 
         def noted(*args: Any, **kwargs: Any) -> Any:
-            seeded.append(_states())
-            return func(*args, **kwargs)
+            nonlocal drew
+            before = _states()
+            result = func(*args, **kwargs)
+            drew = _differ(before, _states())
+            return result
 
         DRAWS.add(noted)
         try:
             return super().__torch_function__(noted, types, args, kwargs)
         finally:
             DRAWS.discard(noted)
-            self.drew = not seeded or _differ(seeded[0], _states())
+            self.drew = drew
 
 
 def _states() -> list[torch.Tensor]:

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import itertools
 import logging
-import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -23,14 +22,14 @@ from smpar.errors import ModelError, WriteIntoReplicated
 from smpar.observe.progress import Progress
 from smpar.observe.spans import Spans
 from smpar.observe.transfers import StageChannels
-from smpar.runtime.agreement import agree_programs
+from smpar.runtime.agreement import agree_programs, share_costs
 from smpar.runtime.executor import Executor, Timetable
 from smpar.runtime.measure import Measurer
 from smpar.runtime.partitioning import Goal, Partitioned, make_layout
 from smpar.runtime.planned import planned_layout
 from smpar.runtime.planning import explore
 from smpar.runtime.reducer import Reducer
-from smpar.runtime.structure import Structure
+from smpar.runtime.structure import Circumstances, Structure, thread_modes
 from smpar.runtime.ties import Ties
 from smpar.runtime.wires import NoChannels, buffer_for, pack, receive, send
 from smpar.schedule import in_turn, make_schedule, placement
@@ -45,7 +44,7 @@ from smpar.trace import tree
 from smpar.trace.draws import mix
 from smpar.trace.fake import FakeRunner
 from smpar.trace.outcome import meta_of
-from smpar.trace.outcomes import Outcomes, autocast_state, module_key, states
+from smpar.trace.outcomes import Outcomes, module_key, states
 
 log = logging.getLogger("smpar")
 
@@ -135,11 +134,11 @@ class Pipeline:
         self._signatures: _Recent = _Recent()  # of a step's arguments -> of its microbatches
         self._timetables: _Recent = _Recent()
         self._structure = Structure(model)
+        self._circumstances = Circumstances(self._structure)
         self._modes: Any = None
         self._mode: int = -1  # the number of these modes
         self._numbers: _Recent = _Recent()  # modes -> their number
         self._count = itertools.count()
-        self._digests: _Recent = _Recent()
         self._shared: list[nn.Parameter] | None = None
         self._ties: Ties | None = None
         self._channels: StageChannels | None = None
@@ -190,20 +189,8 @@ class Pipeline:
                 found[id(key)] = self._programs.fetch(key)
         programs = tuple(found[id(key)] for key in keys)
         known = bool(keys) and (not self.config.static_mode or None not in found.values())
-        state = (self._mode, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast_state())
-        digest = self._digests.fetch(state) if keys else None
-        if digest is None:
-            digest = zlib.crc32(repr(list(self._circumstances().values())).encode())
-            self._digests.keep(state, digest)
-        return Look(arguments, keys, programs, known, self._circumstances, digest)
-
-    def _circumstances(self) -> dict[str, Any]:
-        return {
-            "grad mode": torch.is_grad_enabled(),
-            "inference mode": torch.is_inference_mode_enabled(),
-            "autocast": str(autocast_state()),
-            **self._structure.described(),
-        }
+        state = (self._mode, *thread_modes()) if keys else self._circumstances.state()
+        return Look(arguments, keys, programs, known, self._circumstances.described, self._circumstances.digest(state))
 
     def run(
         self,
@@ -217,11 +204,11 @@ class Pipeline:
         """Run one step; returns the function's results by microbatch, whole on every rank.
 
         Args:
-            seed: start of the chains of draws, equal on all ranks.
+            seed: start of the chains of draws, equal on all ranks of a replica.
             look: what `look` gave for this step.
             known: whether every rank knows its programs, so that they need no comparison.
         """
-        seeds = [mix(seed, self.world.axis_rank("dp"), i) for i in range(len(batch.calls))]
+        seeds = [mix(seed, self.world.axis_rank("rdp"), i) for i in range(len(batch.calls))]
         if self.partitioned is None:
             self._partition(fn, batch)
             self._structure.look()
@@ -290,8 +277,8 @@ class Pipeline:
                 self.partitioned = Partitioned(Layout.follow(self.model, self.ranks, first[0]), *first[1:])
 
     def _first_tells(self, work: Callable[[], Any]) -> Any:
-        """What ``work`` gives on the pipeline's first rank, on all of its ranks."""
-        return broadcast(work() if self.rank == 0 else None, CommGroup.PP_GROUP, src=0)
+        """What ``work`` gives on the replica's first rank, on all of its ranks; first stages do it together."""
+        return broadcast(work() if self.rank == 0 else None, CommGroup.MP_GROUP, src=0)
 
     def _plan(
         self, fn: Callable[..., Any], batch: Batch, look: Look, seeds: Sequence[int]
@@ -307,6 +294,7 @@ class Pipeline:
         return programs if all(p.skeleton == programs[0].skeleton for p in programs) else None
 
     def _agree_programs(self, programs: list[MicrobatchProgram] | None) -> None:
+        share_costs(self.world, programs)
         agree_programs(self.world, programs, self.layout)
 
     def _keys(self, fn: Callable[..., Any], batch: Batch, arguments: Any) -> tuple[Any, ...]:
@@ -322,7 +310,7 @@ class Pipeline:
                 self._numbers.keep(modes, number)
             self._modes, self._mode, self._shared = modes, number, None
             self.outcomes.forget_keys()
-        base = (fn, self._mode, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast_state())
+        base = (fn, self._mode, *thread_modes())
         whole: list[torch.Tensor] = []
         layout = tree.flatten(arguments, whole)
         # what may split itself tells too little of its parts

@@ -11,25 +11,30 @@ ready when it was told of as often as in the windows of an earlier step that ran
 learns. Buckets are reduced in one order on all replicas: each when it and those before it are ready, the rest at the
 step's end. Averaging is linear and leaves alone what all replicas have alike, so what earlier steps left in the
 gradients needs no setting aside.
+
+Under tensor parallelism a bucket is averaged over the ranks that hold its parameters: those of one slice in all
+replicas, or, of what is whole on each rank, all ranks of the stage.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import operator
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from smpar.comm.buckets import FIRST, Bucket, CommHook, plan_buckets
+from smpar.comm.peers import Peers
 from smpar.errors import LateGradient
 from smpar.runtime.join import Joining
 from smpar.runtime.ties import Gradients, Ties
 from smpar.runtime.wide import Wide, wide_type
+from smpar.slices import slicing_of
 
 _PARTS = 2  # at least so many buckets, as long as none is smaller than the first; 8 were slower on busy cores
 _REMEMBERED = 128  # programs whose windows are known
@@ -56,8 +61,16 @@ def _same(some: Sequence[nn.Parameter], others: Sequence[nn.Parameter]) -> bool:
     return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
+def _size(parameter: Tensor) -> int:
+    """Number of elements, of a slice an even share of the whole, so that all ranks of a group lay buckets out alike."""
+    slicing = slicing_of(parameter)
+    if slicing is None:
+        return parameter.numel()
+    return -(-math.prod(slicing.whole_shape(parameter.shape)) // len(slicing.runs))
+
+
 class Reducer:
-    """The gradients of one rank's parameters, and the ranks of other replicas that hold the same ones.
+    """The gradients of one rank's parameters, and the other ranks that hold the same ones.
 
     The executor calls `before` and `after` around the last action of each kind (B, or I and W) of each stage that this
     rank runs in a step. Actions outside of these windows give no gradient to a parameter that was told of inside one as
@@ -65,7 +78,8 @@ class Reducer:
     post-accumulate hooks, as autograd does.
 
     Args:
-        group, replicas: the data-parallel group and its size.
+        peers: the ranks that hold this rank's whole parameters: its data-parallel group.
+        sliced: those that hold its slices of distributed parameters; None if there are none of these.
         cap: bytes at which a bucket is closed.
         overlap: start reductions while backward runs; else all at the step's end.
         early_views: move gradients into their bucket at the first microbatch, so that they are never held twice.
@@ -75,15 +89,15 @@ class Reducer:
 
     Attributes:
         sync: False inside ``no_sync``.
-        comm_hook: what reduces a bucket instead of the sum: (state, function).
+        comm_hook: what reduces a bucket of whole parameters instead of the sum: (state, function).
         joining: set inside ``join``.
         reduced: whether the last step reduced.
     """
 
     def __init__(
         self,
-        group: dist.ProcessGroup | None,
-        replicas: int,
+        peers: Peers,
+        sliced: Peers | None = None,
         *,
         cap: int = 25 << 20,
         overlap: bool = True,
@@ -92,7 +106,7 @@ class Reducer:
         every: int = 1,
         name_of: Callable[[Tensor], str] = lambda p: f"of shape {list(p.shape)}",
     ) -> None:
-        self.group, self.replicas = group, replicas
+        self.peers, self.sliced = peers, peers if sliced is None or sliced == peers else sliced
         self.sync = True
         self.comm_hook: tuple[Any, CommHook] | None = None
         self.joining: Joining | None = None
@@ -180,7 +194,7 @@ class Reducer:
             for bucket in (*self._buckets, *self._last_buckets):
                 bucket.begin()
                 bucket.fill([None] * len(bucket.parameters), 1.0)
-                bucket.launch(self.group, self.comm_hook)
+                bucket.launch(self._hook(bucket.peers))
                 bucket.settle()
             self._shared_presence()
             for bucket in (*self._buckets, *self._last_buckets):
@@ -197,8 +211,8 @@ class Reducer:
         tied = [p for p in ties.parameters if id(p) not in here] if ties is not None else []
         owned = [p for p in ties.owned if id(p) not in here] if ties is not None else []
         waiting = {id(p) for p in ties.owned} & here if ties is not None else set()
-        common = [p for p in parameters if p.numel() and (id(p) not in here or id(p) in waiting)]
-        added = [p for p in parameters if p.numel() and id(p) in here and id(p) not in waiting]
+        common = [p for p in parameters if _size(p) and (id(p) not in here or id(p) in waiting)]
+        added = [p for p in parameters if _size(p) and id(p) in here and id(p) not in waiting]
         # This replica may have come to other ties than the others: what they share stays as it is.
         kept = laid_out and _same(common, self._parameters[: self._common])
         kept = kept and all(map(_same, (tied, owned), self._tied))
@@ -214,7 +228,7 @@ class Reducer:
         self._handles = [
             p.register_post_accumulate_grad_hook(self._listener.hook(i))
             for i, p in enumerate(self._parameters)
-            if self._reduces or (self._wide and wide_type(p.dtype) != p.dtype)
+            if self._is_reduced(p) or (self._wide and wide_type(p.dtype) != p.dtype)
         ]
         if kept:
             self._home = [*self._home[: len(common)], *[None] * len(added)]
@@ -222,6 +236,10 @@ class Reducer:
         self._settled = not self._overlap or not self._reduces
         self._order = []
         self._lay_out(tuple(reversed(range(len(common)))))
+
+    def listen(self, told: Callable[[int], None] | None) -> None:
+        """Outside of steps: who is told when a parameter's gradient was accumulated; each step forgets it."""
+        self._listener.told = told
 
     def use_comm_hook(self, state: Any, hook: CommHook) -> None:
         """From the next step on, ``hook(state, bucket)`` reduces the buckets."""
@@ -240,7 +258,18 @@ class Reducer:
 
     @property
     def _reduces(self) -> bool:
-        return self.replicas > 1 or self.comm_hook is not None
+        return self.peers.size > 1 or self.comm_hook is not None
+
+    def peers_of(self, parameter: Tensor) -> Peers:
+        """The ranks over which a parameter's gradient is averaged."""
+        return self.peers if slicing_of(parameter) is None else self.sliced
+
+    def _hook(self, peers: Peers) -> tuple[Any, CommHook] | None:
+        return self.comm_hook if peers is self.peers else None
+
+    def _is_reduced(self, parameter: Tensor) -> bool:
+        peers = self.peers_of(parameter)
+        return peers.size > 1 or self._hook(peers) is not None
 
     @property
     def _due(self) -> bool:
@@ -315,7 +344,7 @@ class Reducer:
             with torch._C.DisableTorchFunction():
                 grad = self._gradient(index)
                 assert grad is not None
-                bucket.put(place, grad, self._scale)
+                bucket.put(place, grad, self._scale(bucket.peers))
             bucket.filled[place] = True
             bucket.missing -= 1
             if not bucket.missing:
@@ -348,18 +377,17 @@ class Reducer:
             return self._wide.sums[index]
         return self._parameters[index].grad
 
-    @property
-    def _scale(self) -> float:
-        if self.comm_hook is not None:  # which divides by itself
+    def _scale(self, peers: Peers) -> float:
+        if self._hook(peers) is not None:  # which divides by itself
             return 1.0
-        return 1.0 / (self.joining.divisor if self.joining is not None else self.replicas)
+        return 1.0 / (self.joining.divisor(peers) if self.joining is not None else peers.size)
 
     def _launch(self, bucket: Bucket) -> None:
         if self._latest is not None:  # a hook's second message must not come after another bucket's first one
             self._latest.settle()
         self._latest = bucket
-        bucket.fill([self._gradient(number) for number in bucket.numbers], self._scale)
-        bucket.launch(self.group if self.replicas > 1 else None, self.comm_hook)
+        bucket.fill([self._gradient(number) for number in bucket.numbers], self._scale(bucket.peers))
+        bucket.launch(self._hook(bucket.peers))
 
     def _complete(self, due: bool) -> None:
         step: Gradients = {}
@@ -406,7 +434,7 @@ class Reducer:
         shared = self._shared_presence()
         for bucket in (*self._buckets, *self._last_buckets):
             present = bucket.wait()
-            if shared is not None:
+            if shared is not None and self._hook(bucket.peers) is not None:
                 present = [shared[number] for number in bucket.numbers]
             if not bucket.absent and not bucket.wide:
                 continue
@@ -420,8 +448,8 @@ class Reducer:
                     bucket.adopt(place)
 
     def _shared_presence(self) -> list[bool] | None:
-        """With a communication hook: whether any replica has a gradient, by parameter. Else flags ride in buckets."""
-        if self.comm_hook is None or self.replicas == 1:
+        """With a communication hook: whether any rank has a gradient, by parameter. Else flags ride in buckets."""
+        if self.comm_hook is None or self.peers.group is None:
             return None
         flags = torch.zeros(self._common, dtype=torch.int32)
         for bucket in (*self._buckets, *self._last_buckets):
@@ -429,10 +457,9 @@ class Reducer:
                 flags[number] = place not in bucket.absent
         if self._latest is not None:
             self._latest.settle()
-        assert self.group is not None
         device = self._parameters[0].device if self._parameters else torch.device("cpu")
         flags = flags.to(device)
-        self.group.allreduce([flags]).wait()
+        self.peers.group.allreduce([flags]).wait()
         return [bool(flag) for flag in flags.tolist()]
 
     # -- layout ---------------------------------------------------------------------------------
@@ -453,15 +480,14 @@ class Reducer:
         self._order = last[::-1]
 
     def _settle(self) -> None:
-        """Once: order the buckets as gradients become ready, on the first replica."""
+        """Once: order the buckets as gradients become ready, on the first rank."""
         if self._settled or not self._common:
             return
         self._settled = True
         order = torch.full((self._common,), -1, dtype=torch.int64, device=self._parameters[0].device)
         order[: len(self._order)] = torch.tensor(self._order, dtype=torch.int64)
-        if self.replicas > 1:
-            assert self.group is not None
-            self.group.broadcast(order, 0).wait()
+        if self.peers.group is not None:
+            self.peers.group.broadcast(order, 0).wait()
         known = [index for index in order.tolist() if index >= 0]
         if known:
             rest = [index for index in reversed(range(self._common)) if index not in set(known)]
@@ -474,16 +500,18 @@ class Reducer:
             return
         types = [wide_type(p.dtype) if self._wide is not None else p.dtype for p in self._parameters]
         tied, owned = ({id(p) for p in some} for some in self._tied)
-        free = [i for i in order if id(self._parameters[i]) not in tied]
-        last = [i for i, p in enumerate(self._parameters[: self._common]) if id(p) in owned]
-        sizes = [p.numel() * t.itemsize for p, t in zip(self._parameters, types, strict=True)]
-        kinds = [(p.dtype, p.device) for p in self._parameters]
+        reduced = [self._is_reduced(p) for p in self._parameters]
+        free = [i for i in order if reduced[i] and id(self._parameters[i]) not in tied]
+        last = [i for i, p in enumerate(self._parameters[: self._common]) if reduced[i] and id(p) in owned]
+        sizes = [_size(p) * t.itemsize for p, t in zip(self._parameters, types, strict=True)]
+        kinds = [(p.dtype, p.device, self.peers_of(p)) for p in self._parameters]
         for indices, buckets in ((free, self._buckets), (last, self._last_buckets)):
             whole = sum(sizes[i] for i in indices)
             cap = min(self._cap, max(FIRST, whole // _PARTS))  # of a small model only the last part is reduced late
             for members in plan_buckets(sizes, kinds, indices, min(FIRST, cap), cap):
                 number = len(self._buckets) + len(self._last_buckets)
-                bucket = Bucket(number, members, [self._parameters[i] for i in members], types[members[0]])
+                dtype, peers = types[members[0]], kinds[members[0]][2]
+                bucket = Bucket(number, members, [self._parameters[i] for i in members], dtype, peers)
                 buckets.append(bucket)
                 for place, index in enumerate(members):
                     self._home[index] = bucket, place

@@ -9,10 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from smpar.comm.peers import Peers
 from smpar.comm.world import World
 from smpar.errors import JoinError
 from smpar.runtime.join import Joining
 from smpar.runtime.reducer import Reducer
+from smpar.slices import slicing_of
 
 _AT_ONCE = 250 << 20  # bytes of buffers that are broadcast as one
 
@@ -52,14 +54,18 @@ class Replicas:
 
     def _share_buffers(self) -> None:
         differ, self._differ = self._differ, False
-        if not differ or self._buffers is None or self.reducer.group is None:
+        if not differ or self._buffers is None:
             return
-        joining = self.reducer.joining
-        source = 0 if joining is None else joining.active[-1]
+        reducer, joining = self.reducer, self.reducer.joining
+        replica = 0 if joining is None else joining.active[-1]
         buffers = list(self._buffers())
-        if buffers:
-            with torch.no_grad():
-                dist._broadcast_coalesced(self.reducer.group, buffers, _AT_ONCE, source)
+        for peers, some in (
+            (reducer.peers, [b for b in buffers if slicing_of(b) is None]),
+            (reducer.sliced, [b for b in buffers if slicing_of(b) is not None]),
+        ):
+            if some and peers.group is not None:
+                with torch.no_grad():
+                    dist._broadcast_coalesced(peers.group, some, _AT_ONCE, peers.replicas[replica][0])
 
     @contextlib.contextmanager
     def join(
@@ -85,18 +91,17 @@ class Replicas:
         reducer, world = self.reducer, self.world
         if reducer.joining is not None:
             raise JoinError("join inside a join")
-        if reducer.group is None or reducer.replicas == 1:
+        if len(reducer.peers.replicas) == 1:
             yield
             return
-        joining = reducer.joining = Joining(reducer.group, reducer.replicas, world.device, by_replicas, throw)
+        joining = reducer.joining = Joining(reducer.peers, world.device, by_replicas, throw)
         try:
             yield
             with world.guard():
                 last = self._follow(joining, prepare)
             joining.check()
             with world.guard():
-                source = joining.last_of_all(last)
-                broadcast(state(), reducer.group, source)
+                broadcast(state(), reducer.peers_of, joining.last_of_all(last))
                 ended()
         finally:
             reducer.joining = None
@@ -117,14 +122,20 @@ class Replicas:
         return last
 
 
-def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup, source: int) -> None:
-    """Give all ranks of the group the tensors of its rank ``source``."""
-    origin = dist.get_global_rank(group, source)
+def broadcast(tensors: Iterable[Tensor], peers_of: Callable[[Tensor], Peers], replica: int) -> None:
+    """Give all ranks that hold a tensor what it is on a replica's (first) rank.
+
+    Args:
+        peers_of: the ranks that hold it.
+    """
     with torch.no_grad():
         for tensor in tensors:
-            if not tensor.is_meta:
+            peers = peers_of(tensor)
+            if peers.group is not None and not tensor.is_meta:
                 data = tensor.detach().contiguous()
-                dist.broadcast(data.view(-1).view(torch.uint8) if data.numel() else data, origin, group=group)
+                bits = data.view(-1).view(torch.uint8) if data.numel() else data
+                origin = dist.get_global_rank(peers.group, peers.replicas[replica][0])
+                dist.broadcast(bits, origin, group=peers.group)
                 tensor.copy_(data)
 
 

@@ -20,7 +20,7 @@ from smpar.runtime.pipeline import Look
 from smpar.runtime.plan_file import compare_samples
 from smpar.stage.split import Batch, merge, split
 from smpar.trace import tree
-from smpar.trace.draws import mix, seed_generators
+from smpar.trace.draws import mix, seed_generators, sharded
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -55,7 +55,8 @@ def step(
     Raises:
         NoSuchArgument: an argument name that the function does not have.
         BatchError: fewer samples than microbatches.
-        RanksDisagree: the ranks of a pipeline got different batches.
+        RanksDisagree: the ranks of a pipeline got different batches, or those of a tensor-parallel group batches that
+            do not fit.
     """
     if fn is None:
         return functools.partial(
@@ -90,7 +91,8 @@ def step(
             with now.spans.step(number):
                 results = _run(now, fn, given, batch)
             if now.spans.counting:
-                report_step(now.spans, now.world, number, results, batch, time.monotonic_ns() - start)
+                elapsed = time.monotonic_ns() - start
+                report_step(now.spans, now.world, number, results, batch, _samples(now, batch), elapsed)
         if detach_outputs:
             results = [tree.map_tensors(torch.Tensor.detach, result) for result in results]
         return merge(results, batch.weights)
@@ -111,15 +113,33 @@ def _positions(names: Sequence[str], count: int) -> list[str]:
     return [names[i] if i < len(names) else f"number {i + 1}" for i in range(count)]
 
 
+def _samples(now: Runtime, batch: Batch) -> int | None:
+    """Number of samples that this rank's replica takes in a step."""
+    own = batch.samples
+    return own * now.world.axis_size("tp") if own is not None and now.joined else own
+
+
 def _agree(now: Runtime, fn: Callable[..., Any], arguments: Mapping[str, Any], look: Look | None) -> tuple[int, bool]:
-    """A seed and whether all programs are known, as the pipeline's ranks agree; see `agree`."""
+    """A seed and whether all programs are known, as the replica's ranks agree; see `agree`."""
     drawn = int(torch.randint(0, 1 << 62, (1,), device="cpu"))
-    if now.world.axis_size("pp") == 1:
+    if now.world.axis_size("mp") == 1:
         return drawn, True
     name = getattr(fn, "__qualname__", str(fn))
     with now.spans.phase("agree"):
         known, circumstances, digest = (look.known, look.circumstances, look.digest) if look else (False, dict, 0)
-        return agree(now.world, Called(now.step, name, arguments, circumstances, digest, known), drawn)
+        return agree(now.world, Called(now.step, name, arguments, circumstances, digest, known), drawn, now.joined)
+
+
+def _look(now: Runtime, fn: Callable[..., Any], batch: Batch, arguments: Mapping[str, Any]) -> Look | None:
+    if now.stages > 1:
+        pipeline = now.model.pipeline
+        assert pipeline is not None
+        return pipeline.look(fn, batch, arguments)
+    model = now.maybe_model
+    if model is None or now.world.axis_size("mp") == 1:
+        return None
+    around = model.circumstances
+    return Look(arguments, (), (), True, around.described, around.digest(around.state()))
 
 
 def _run(now: Runtime, fn: Callable[..., Any], arguments: Mapping[str, Any], batch: Batch) -> list[Any]:
@@ -127,19 +147,21 @@ def _run(now: Runtime, fn: Callable[..., Any], arguments: Mapping[str, Any], bat
     average = model is None or model.average_grads
     shares = batch.weights if average else (1.0,) * len(batch.weights)
     pipeline = now.model.pipeline if now.stages > 1 else None
-    if now.config.plan is not None and batch.samples is not None:
-        compare_samples(now.config.plan, batch.samples)
-    look = None if pipeline is None else pipeline.look(fn, batch, arguments)
+    samples = _samples(now, batch)
+    if now.config.plan is not None and samples is not None:
+        compare_samples(now.config.plan, samples)
+    look = _look(now, fn, batch, arguments)
     seed, known = _agree(now, fn, arguments, look)
     if model is not None:
         model.replicas.start_step()
     random = torch.get_rng_state()
     now.in_step = True
     try:
-        if pipeline is None or look is None:
-            results = _without_pipeline(now, fn, arguments, batch, shares, seed)
-        else:
-            results = pipeline.run(fn, batch, shares, seed, look, known)
+        with sharded(now.shard):
+            if pipeline is None or look is None:
+                results = _without_pipeline(now, fn, arguments, batch, shares, seed)
+            else:
+                results = pipeline.run(fn, batch, shares, seed, look, known)
     finally:
         now.in_step = False
         torch.set_rng_state(random)
@@ -173,7 +195,7 @@ def _without_pipeline(
         if model is not None and reducer is not None:
             stack.enter_context(reducer.step(model.trained.parameters(), fn))
         for i, (args, kwargs) in enumerate(batch.calls):
-            seed_generators(mix(seed, now.world.axis_rank("dp"), i))
+            seed_generators(mix(seed, now.world.axis_rank("rdp"), i))
             now.microbatch = shares[i]
             last = reducer is not None and i + 1 == len(batch.calls)
             try:

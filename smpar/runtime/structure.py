@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import operator
 import zlib
+from collections.abc import Hashable
 from typing import Any
 
+import torch
 from torch import nn
 
-from smpar.trace.outcomes import flags
+from smpar.trace.outcomes import autocast_state, flags
+
+_REMEMBERED = 128
 
 
 class Structure:
@@ -54,6 +58,37 @@ class Structure:
             "modules in evaluation mode": _few([n or "(model)" for n, m in modules if not m.training]),
             "frozen parameters": _few([n for n, p in self._model.named_parameters() if not p.requires_grad]),
         }
+
+
+def thread_modes() -> tuple[Any, ...]:
+    """Of the modes that the running thread is in, those that decide what a step does."""
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast_state()
+
+
+class Circumstances:
+    """What besides its arguments decides what a step of a model does."""
+
+    def __init__(self, structure: Structure) -> None:
+        self._structure = structure
+        self._digests: dict[Hashable, int] = {}
+
+    def described(self) -> dict[str, Any]:
+        """In words; equal on all ranks that run the same."""
+        names = ("grad mode", "inference mode", "autocast")
+        return {**dict(zip(names, map(str, thread_modes()), strict=True)), **self._structure.described()}
+
+    def state(self) -> Hashable:
+        """Where this is equal, so are the words."""
+        self._structure.look()
+        return *self._structure.modes(), *thread_modes()
+
+    def digest(self, state: Hashable) -> int:
+        """A checksum of the words, which is remembered for a state."""
+        if state not in self._digests:
+            if len(self._digests) >= _REMEMBERED:
+                self._digests.clear()
+            self._digests[state] = zlib.crc32(repr(list(self.described().values())).encode())
+        return self._digests[state]
 
 
 def _shared(model: nn.Module) -> list[str]:

@@ -37,7 +37,7 @@ from smpar.stage.tensor import METADATA, StageTensor, activate, become, link, me
 from smpar.stage.units import keep_attribute
 from smpar.stage.views import Together, told
 from smpar.trace import tree
-from smpar.trace.draws import DRAWS, SeedMode, advance, seed_generators
+from smpar.trace.draws import DRAWS, SeedMode, advance, draw, seed_generators
 from smpar.trace.outcome import Meta, NoSubclass, Out, Outcome, meta_of
 
 _numbers = itertools.count()
@@ -135,8 +135,9 @@ class Run(abc.ABC):
         """An operation on plain tensors: it runs on every rank, with the same result."""
         if func in DRAWS:
             self.seed = advance(self.seed, 1)
-            seed_generators(self.seed)
-        result = func(*args, **kwargs)
+            result = draw(self.seed, func, args, kwargs)
+        else:
+            result = func(*args, **kwargs)
         if func in special.FACTORIES and type(result) is torch.Tensor:
             result._smpar_made_by = self.number  # type: ignore[attr-defined]
         return result

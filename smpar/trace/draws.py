@@ -10,12 +10,20 @@ number of its drawing calls, known from the trace, so all ranks agree on the k o
 
 The chain's position lives in the generator itself (its initial seed), so a recomputation that
 restores the generator's state (activation checkpointing) draws the same numbers again.
+
+Ranks of a tensor-parallel group go along one chain. Where each works on values of its own, its *shard*
+is mixed into the seed of the call; the chain goes on as it does on the others:
+
+    chain     k           k + 1             k + 2
+    shard 0   draw(k)     draw(k + 1)       draw(k + 2)      what all draw
+    shard 2   draw(k)     draw(k + 1, 2)    draw(k + 2)      what the second rank draws for itself
 """
 
 from __future__ import annotations
 
-import contextlib
+import functools
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -55,31 +63,6 @@ def mix(*numbers: int) -> int:
     return state & MASK
 
 
-_shard = 0
-
-
-def shard() -> int:
-    """Which part of a divided tensor draws are for: 0 = the whole, which all ranks of a tensor-parallel group draw."""
-    return _shard
-
-
-def set_shard(number: int) -> int:
-    """Draws are for this part from now on; gives the one before."""
-    global _shard
-    before, _shard = _shard, number
-    return before
-
-
-@contextlib.contextmanager
-def sharded(number: int) -> Iterator[None]:
-    """Draws inside are for this part."""
-    before = set_shard(number)
-    try:
-        yield
-    finally:
-        set_shard(before)
-
-
 def seed_generators(seed: int) -> None:
     """Seed the default generators of the CPU and, where CUDA is in use, of the current device."""
     torch.default_generator.manual_seed(seed)
@@ -87,9 +70,84 @@ def seed_generators(seed: int) -> None:
         torch.cuda.manual_seed(seed)
 
 
-def step_chain() -> None:
-    """Move the chain in the generator on by one call and reseed from it."""
-    seed_generators(advance(torch.default_generator.initial_seed(), 1))
+_shard = 0
+_PLAIN = 0, False  # shard, and whether drawing calls are reseeded
+
+
+def shard() -> int:
+    """What is mixed into the seed of each drawing call; 0: nothing, all ranks of a tensor-parallel group draw alike."""
+    return _shard
+
+
+def set_shard(number: int) -> int:
+    """Set `shard`, 0 or more; returns the one before."""
+    global _shard
+    if number:
+        remember_in_states()
+    before, _shard = _shard, number
+    return before
+
+
+@contextmanager
+def sharded(number: int) -> Iterator[None]:
+    """Around code in which `shard` is ``number``."""
+    before = set_shard(number)
+    try:
+        yield
+    finally:
+        set_shard(before)
+
+
+def draw(value: int, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """Call a drawing function at the chain's ``value``, where the generators are left."""
+    if not _shard:
+        seed_generators(value)
+        return func(*args, **kwargs)
+    seed_generators(mix(value, _shard))
+    try:
+        return func(*args, **kwargs)
+    finally:
+        seed_generators(value)
+
+
+def watching() -> bool:
+    """Whether a `SeedMode` sees the drawing calls."""
+    return any(isinstance(mode, SeedMode) for mode in _modes())
+
+
+def _modes() -> list[Any]:
+    return [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
+
+
+@functools.cache
+def remember_in_states() -> None:
+    """From now on a state of ``torch.get_rng_state`` tells, too, how draws were seeded when it was taken.
+
+    Checkpointing takes a state before what it will run again in backward, sets it there, and sets what it found there
+    afterwards. Nothing else that goes through every checkpoint, the user's as well as ours, could take the shard along.
+    """
+    get, put = torch.get_rng_state, torch.set_rng_state
+
+    @functools.wraps(get)
+    def get_rng_state() -> torch.Tensor:
+        state, seeding = get(), (_shard, watching())
+        if seeding != _PLAIN:
+            state.smp_seeding = seeding  # type: ignore[attr-defined]
+        return state
+
+    @functools.wraps(put)
+    def set_rng_state(new_state: torch.Tensor) -> None:
+        put(new_state)
+        if torch._C._current_graph_task_id() == -1:  # not in backward
+            return
+        number, watched = getattr(new_state, "smp_seeding", _PLAIN)
+        set_shard(number)
+        if watched and not watching():
+            torch._C._push_on_torch_function_stack(_SeedAgain())
+        elif not watched and any(isinstance(mode, _SeedAgain) for mode in _modes()):
+            torch._C._pop_torch_function_stack()
+
+    torch.get_rng_state, torch.set_rng_state = get_rng_state, set_rng_state
 
 
 class SeedMode(TorchFunctionMode):
@@ -109,7 +167,7 @@ class SeedMode(TorchFunctionMode):
     ) -> Any:
         if func in DRAWS:
             self.calls += 1
-            step_chain()
+            return draw(advance(torch.default_generator.initial_seed(), 1), func, args, kwargs or {})
         elif func is torch.autograd.backward or func is torch.Tensor.backward:
             return self._backward(func, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
@@ -137,6 +195,10 @@ class SeedMode(TorchFunctionMode):
         edges = [get_gradient_edge(root) for root in roots]
         with self:
             torch.autograd.backward(edges, starts, *args, **kwargs)
+
+
+class _SeedAgain(SeedMode):
+    """On while a checkpoint runs again, in a backward without a `SeedMode`, what ran under one."""
 
 
 class CountMode(TorchFunctionMode):

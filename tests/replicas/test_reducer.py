@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from smpar.comm.buckets import plan_buckets
+from smpar.comm.peers import Peers
 from smpar.errors import LateGradient
 from smpar.runtime.reducer import Reducer
 from smpar.runtime.ties import tied_groups
@@ -58,13 +59,13 @@ def step(reducer: Reducer, model: Chain, parameters: list[nn.Parameter], microba
                 reducer.before(0)
             model(torch.ones(2, dtype=torch.float64)).sum().div(microbatches).backward()
         reducer.after(0)
-        reducer.group.log.append("window ends")  # type: ignore[union-attr]
+        reducer.peers.group.log.append("window ends")  # type: ignore[union-attr]
         reducer.finish(True)
 
 
 def made(count: int, cap: int, **options: Any) -> tuple[Twins, Reducer, Chain, list[nn.Parameter]]:
     group, model = Twins(), Chain(count)
-    reducer = Reducer(group, 2, cap=cap, **options)  # type: ignore[arg-type]
+    reducer = Reducer(Peers(group, ((0,), (1,))), cap=cap, **options)  # type: ignore[arg-type]
     return group, reducer, model, list(model.parameters())
 
 
