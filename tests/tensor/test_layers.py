@@ -14,7 +14,9 @@ from tests.tensor import undivided
 from tests.tensor.divided import Case, run_cases
 
 MODES = [
-    {"prescaled_batch": prescaled, "optimize": optimize} for prescaled in (True, False) for optimize in ("speed", "memory")
+    {"prescaled_batch": prescaled, "optimize": optimize}
+    for prescaled in (True, False)
+    for optimize in ("speed", "memory")
 ]
 
 
@@ -26,7 +28,12 @@ def layer_cases(draw: random.Random, ranks: int) -> dict[str, Case]:
     """Each layer with options of today's models, in random sizes."""
     import smpar.nn as nn
 
-    heads, size, length, other = ranks + draw.randint(0, 2), 2 * draw.randint(1, 3), draw.randint(4, 9), draw.randint(3, 6)
+    heads, size, length, other = (
+        ranks + draw.randint(0, 2),
+        2 * draw.randint(1, 3),
+        draw.randint(4, 9),
+        draw.randint(3, 6),
+    )
     hidden, vocabulary = draw.randint(7, 12), draw.randint(ranks, 40)
     sizes: dict[str, Any] = {
         "num_attention_heads": heads, "attention_head_size": size, "hidden_size": hidden, "num_layers": 2,
@@ -83,7 +90,9 @@ def layer_cases(draw: random.Random, ranks: int) -> dict[str, Case]:
         return Case(
             lambda: kind(**o),
             lambda w, *given: truth(w, o, *given),
-            lambda rows: [state(rows), states(rows), mask(rows), mask(rows, other)] if both else [state(rows), mask(rows)],
+            lambda rows: (
+                [state(rows), states(rows), mask(rows), mask(rows, other)] if both else [state(rows), mask(rows)]
+            ),
             lambda module, *given: module(given)[0],
         )
 

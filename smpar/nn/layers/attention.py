@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from smpar.nn import collectives
-from smpar.nn.layers.base import DividedLayer, dropped
+from smpar.nn.layers.base import DividedLayer, dropped, in_region
 from smpar.nn.layers.flash import FlashAttentionLayer
 from smpar.nn.layers.norm import norm_of
 from smpar.nn.layers.rotary import rotated
@@ -66,7 +66,7 @@ class DistributedAttentionLayer(DividedLayer):
         states, mask = (*others, None)[:2] if self.options.cross_attention else (None, *others, None)[:2]
         hidden = self.slice(hidden)
         normed = hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
-        result = self.region(lambda whole: self._attended(whole, states, mask), normed, self.divided)
+        result = in_region(lambda whole: self._attended(whole, states, mask), normed, self.tensor_group, self.divided)
         total = self.sum(hidden, dropped(result, self.options.hidden_dropout_prob, self.training))
         return total if self.layernorm is None else self.layernorm(total)  # type: ignore[no-any-return]
 
@@ -75,7 +75,11 @@ class DistributedAttentionLayer(DividedLayer):
             source = hidden
         else:
             source = collectives.copy(states, self.tensor_group) if self.divided else states
-        query, key, value = self._heads(self.query(hidden)), self._heads(self.key(source)), self._heads(self.value(source))
+        query, key, value = (
+            self._heads(self.query(hidden)),
+            self._heads(self.key(source)),
+            self._heads(self.value(source)),
+        )
         o = self.options
         if o.rotary_dim and states is None:
             query = rotated(query, o.rotary_dim, o.rotary_base, o.gpt_neox_type_rotary)

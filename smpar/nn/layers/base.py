@@ -80,22 +80,6 @@ class DividedLayer(DistributedModule):
         """A hidden state as it is between regions."""
         return to_slice(hidden, self.tensor_group) if self.tensor_group.memory else hidden
 
-    def region(self, work: Callable[[Tensor], Tensor], hidden: Tensor, divided: bool) -> Tensor:
-        """Work on this rank's heads or channels of the whole hidden state, which ends in a ``RowLinear``.
-
-        Args:
-            divided: else all ranks do all of it.
-        """
-        group = self.tensor_group
-        if not self.distributed:
-            return work(hidden)
-        if divided:
-            with sharded(group.rank + 1), entered(hidden, group) as whole:
-                return work(whole)
-        with sharded(0):
-            result = work(to_whole(hidden, group))
-        return self.slice(result)
-
     def sum(self, hidden: Tensor, result: Tensor) -> Tensor:
         """The residual sum."""
         if self.options.fp32_residual_addition:
@@ -110,6 +94,20 @@ class DividedLayer(DistributedModule):
             for parameter in module.parameters() if module is not None else ():
                 if slicing_of(parameter) is None:
                     partial(parameter, self.tensor_group)
+
+
+def in_region(work: Callable[[Tensor], Tensor], hidden: Tensor, group: TensorGroup, divided: bool) -> Tensor:
+    """Work on this rank's heads or channels of the whole hidden state, which ends in a ``RowLinear``.
+
+    Args:
+        divided: else all ranks do all of it.
+    """
+    if divided and group.size > 1:
+        with sharded(group.rank + 1), entered(hidden, group) as whole:
+            return work(whole)
+    with sharded(0):
+        result = work(to_whole(hidden, group))
+    return to_slice(result, group) if is_slice(hidden) else result
 
 
 def inner(layer: M) -> M:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from smpar.nn.layers.base import DividedLayer, dropped
+from smpar.nn.layers.base import DividedLayer, dropped, in_region
 from smpar.nn.layers.norm import norm_of
 from smpar.nn.layers.options import ACTIVATIONS
 from smpar.nn.linears import divide_columns, divide_rows
@@ -46,7 +46,7 @@ class DistributedTransformerOutputLayer(DividedLayer):
     def run(self, hidden: Tensor, *others: Any) -> Tensor:
         hidden = self.slice(hidden)
         normed = hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
-        result = self.region(self._worked, normed, self.divided)
+        result = in_region(self._worked, normed, self.tensor_group, self.divided)
         total = self.sum(hidden, dropped(result, self.options.hidden_dropout_prob, self.training))
         return total if self.layernorm is None else self.layernorm(total)  # type: ignore[no-any-return]
 
