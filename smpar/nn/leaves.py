@@ -41,7 +41,7 @@ def divide_leaf(module: nn.Module, group: TensorGroup) -> nn.Module | None:
     if group.size == 1:
         return None
     if _is(module, nn.MultiheadAttention):
-        divided = _divide_attention(module, dataclasses.replace(group, memory=False))  # type: ignore[arg-type]
+        divided = _divide_attention(module, dataclasses.replace(group, memory=False))
     elif any(_is(module, cls) for cls in LAYERS):
         divided = _divide_layer(module, group)
     elif any(_is(module, cls) for cls in STACKS) and all(_is(m, c) for m, c in _stacked(module)):
@@ -56,7 +56,7 @@ def _is(module: nn.Module, cls: type[nn.Module]) -> bool:
 
 
 def _stacked(stack: nn.Module) -> list[tuple[nn.Module, type[nn.Module]]]:
-    return [(layer, LAYERS[isinstance(stack, STACKS[1])]) for layer in stack.layers]  # type: ignore[union-attr]
+    return [(layer, LAYERS[isinstance(stack, STACKS[1])]) for layer in stack.layers]
 
 
 class Attention(DistributedModule):
@@ -69,6 +69,20 @@ class Attention(DistributedModule):
 
     heads: tuple[int, int]
     outermost: bool = True
+    # what the original has
+    num_heads: int
+    head_dim: int
+    dropout: float
+    batch_first: bool
+    add_zero_attn: bool
+    in_proj_weight: Tensor | None
+    q_proj_weight: Tensor
+    k_proj_weight: Tensor
+    v_proj_weight: Tensor
+    in_proj_bias: Tensor | None
+    bias_k: Tensor | None
+    bias_v: Tensor | None
+    out_proj: nn.Linear
 
     def forward(
         self,
@@ -88,7 +102,7 @@ class Attention(DistributedModule):
         weights = average_attn_weights if need_weights else None
         if not self.outermost:
             return self._attend({"query": query, "key": key, "value": value, **masks}, weights)
-        edge = Edge(self.tensor_group, bool(self.batch_first), query)
+        edge = Edge(self.tensor_group, self.batch_first, query)
         with sharded(0):
             given = edge.enter({"query": query, "key": key, "value": value}, masks)
             result, found = self._attend(given, weights)
@@ -96,7 +110,7 @@ class Attention(DistributedModule):
 
     def _attend(self, given: dict[str, Any], average: bool | None) -> tuple[Tensor, Tensor | None]:
         """The result [N, L, E], and the weights: [N, L, S] if averaged over heads, else [N, heads, L, S]."""
-        group, divided = self.tensor_group, slicing_of(self.out_proj.weight) is not None  # type: ignore[union-attr,arg-type]
+        group, divided = self.tensor_group, slicing_of(self.out_proj.weight) is not None
         found: list[Tensor] = []
 
         def work(query: Tensor) -> Tensor:
@@ -108,7 +122,7 @@ class Attention(DistributedModule):
             key, value = states[id(given["key"])], states[id(given["value"])]
             q, k, v = self._projected(query, key, value)
             mask = self._mask(given["attn_mask"], given["key_padding_mask"], q, k)
-            p = float(self.dropout) if self.training else 0.0  # type: ignore[arg-type]
+            p = self.dropout if self.training else 0.0
             if average is None:
                 heads = F.scaled_dot_product_attention(q, k, v, mask, p)
             else:
@@ -116,12 +130,12 @@ class Attention(DistributedModule):
                 shares = F.dropout((scores if mask is None else scores + mask).softmax(-1), p, self.training)
                 heads = shares @ v
                 found.append(shares)
-            return self.out_proj(heads.transpose(1, 2).flatten(2))  # type: ignore[no-any-return,operator]
+            return self.out_proj(heads.transpose(1, 2).flatten(2))
 
         result = in_region(work, given["query"], group, divided)
         if average is None:
             return result, None
-        number, shares = int(self.num_heads), found[0]  # type: ignore[arg-type]
+        number, shares = self.num_heads, found[0]
         if average:
             shares = shares.sum(1) / number
             return result, collectives.reduce(shares, group) if divided else shares
@@ -130,32 +144,30 @@ class Attention(DistributedModule):
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of this rank's heads: [N, heads, .., D]; those that the module adds, too."""
-        biases = [None] * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)  # type: ignore[operator]
-        if not self._qkv_same_embed_dim:
+        biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        if self.in_proj_weight is None:
             weights = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
-        elif query is key is value:
-            weights = ()  # type: ignore[assignment]
         else:
-            weights = self.in_proj_weight.chunk(3)  # type: ignore[operator]
-        if weights:
-            inputs = zip((query, key, value), weights, biases, strict=True)
-            q, k, v = (F.linear(x, w, b) for x, w, b in inputs)  # type: ignore[arg-type]
+            weights = self.in_proj_weight.chunk(3)
+        if self.in_proj_weight is not None and query is key is value:
+            q, k, v = F.linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
         else:
-            q, k, v = F.linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)  # type: ignore[arg-type]
-        if self.bias_k is not None:
-            start, stop = (head * int(self.head_dim) for head in self.heads)  # type: ignore[arg-type]
+            q, k, v = (F.linear(*those) for those in zip((query, key, value), weights, biases, strict=True))
+        if self.bias_k is not None and self.bias_v is not None:
+            start, stop = (head * self.head_dim for head in self.heads)
             added = (bias[..., start:stop].expand(len(k), -1, -1) for bias in (self.bias_k, self.bias_v))
             k, v = (torch.cat(pair, 1) for pair in zip((k, v), added, strict=True))
         if self.add_zero_attn:
             k, v = (F.pad(t, (0, 0, 0, 1)) for t in (k, v))
-        return tuple(t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in (q, k, v))  # type: ignore[return-value,arg-type]
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in (q, k, v))
+        return q, k, v
 
     def _mask(self, scores: Tensor | None, keys: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
         """What is added to the scores of this rank's heads."""
         start, stop = self.heads
         parts = []
         if scores is not None:
-            whole = scores[None, None] if scores.dim() == 2 else scores.unflatten(0, (-1, self.num_heads))  # type: ignore[arg-type]
+            whole = scores[None, None] if scores.dim() == 2 else scores.unflatten(0, (-1, self.num_heads))
             parts.append(whole if scores.dim() == 2 else whole[:, start:stop])
         if keys is not None:
             parts.append(keys[:, None, None])
@@ -203,7 +215,7 @@ class Edge:
         """This rank's samples of a result with batches first."""
         rows = 1 if self._alone else self.first.shape[0 if self.batch_first else 1]
         own = own_rows(result, self.group, rows) if self.group.joined else result
-        return own[0] if self._alone else own  # type: ignore[no-any-return]
+        return own[0] if self._alone else own
 
     @property
     def _alone(self) -> bool:
@@ -237,14 +249,14 @@ class TorchLayer(DistributedModule):
         group, first = self.tensor_group, self.states[0]
         with sharded(group.rank + 1 if group.memory else 0):
             if not self.outermost:
-                return super().forward(**given)  # type: ignore[no-any-return,misc]
+                return super().forward(**given)
             edge = Edge(group, self.batch_first, given[first])
             states = {name: given.pop(name) for name in self.states}
             masks = {name: given.pop(name) for name in list(given) if name.endswith("mask")}
             given |= edge.enter(states, masks)
             if group.memory:
                 given[first] = to_slice(given[first], group)
-            return edge.leave(to_whole(super().forward(**given), group))  # type: ignore[misc]
+            return edge.leave(to_whole(super().forward(**given), group))
 
 
 def _divide_attention(module: nn.MultiheadAttention, group: TensorGroup) -> Attention | None:
@@ -275,11 +287,11 @@ def _divide_layer(layer: nn.Module, group: TensorGroup) -> TorchLayer:
             become(attention, Attention, group, heads=(0, attention.num_heads))
             whole.update(attention.parameters())
         inner(attention)
-    linear1: nn.Linear = layer.linear1  # type: ignore[assignment]
+    linear1: nn.Linear = layer.linear1
     if linear1.out_features >= group.size:
         divide_columns(linear1, 1, group)
         become(linear1, Region, group, entries=("input",), places=Places(linear1.forward), open=True)
-        divide_rows(layer.linear2, 1, group)  # type: ignore[arg-type]
+        divide_rows(layer.linear2, 1, group)
     states = ("src",) if len(names) == 1 else ("tgt", "memory")
     return _become_layer(layer, group, states, batch_first, whole)
 

@@ -68,7 +68,7 @@ class DistributedAttentionLayer(DividedLayer):
         normed = hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
         result = in_region(lambda whole: self._attended(whole, states, mask), normed, self.tensor_group, self.divided)
         total = self.sum(hidden, dropped(result, self.options.hidden_dropout_prob, self.training))
-        return total if self.layernorm is None else self.layernorm(total)  # type: ignore[no-any-return]
+        return total if self.layernorm is None else self.layernorm(total)
 
     def _attended(self, hidden: Tensor, states: Tensor | None, mask: Tensor | None) -> Tensor:
         if states is None:
@@ -84,7 +84,7 @@ class DistributedAttentionLayer(DividedLayer):
         if o.rotary_dim and states is None:
             query = rotated(query, o.rotary_dim, o.rotary_base, o.gpt_neox_type_rotary)
             key = rotated(key, o.rotary_dim, o.rotary_base, o.gpt_neox_type_rotary)
-        return self.dense(self.attention(query, key, value, mask).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+        return self.dense(self.attention(query, key, value, mask).transpose(1, 2).flatten(2))
 
     def _heads(self, features: Tensor) -> Tensor:
         """[N, S, heads * D] -> [N, heads, S, D]"""

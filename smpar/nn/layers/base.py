@@ -69,7 +69,7 @@ class DividedLayer(DistributedModule):
         with self.between():
             result = self.run(hidden, *others)
         whole = to_whole(result, group)
-        return own_rows(whole, group, rows) if group.joined else whole  # type: ignore[no-any-return]
+        return own_rows(whole, group, rows) if group.joined else whole
 
     def between(self) -> Any:
         """The context of what is done between regions: each rank draws for its slice of the sequence, if it has one."""
@@ -112,7 +112,7 @@ def in_region(work: Callable[[Tensor], Tensor], hidden: Tensor, group: TensorGro
 
 def inner(layer: M) -> M:
     """A layer as part of another one."""
-    layer.outermost = False  # type: ignore[assignment]
+    layer.outermost = False
     return layer
 
 

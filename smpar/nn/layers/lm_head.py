@@ -58,7 +58,7 @@ class DistributedTransformerLMHead(DividedLayer):
             result = self.transformer(embedded, states, mask, states_mask)[0]
         else:
             result = self.transformer(embedded, mask)[0]
-        return result if self.layernorm is None else self.layernorm(result)  # type: ignore[no-any-return]
+        return result if self.layernorm is None else self.layernorm(result)
 
 
 def _rows(positions: Tensor | None) -> Tensor | None:

@@ -48,9 +48,9 @@ class DistributedTransformerOutputLayer(DividedLayer):
         normed = hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
         result = in_region(self._worked, normed, self.tensor_group, self.divided)
         total = self.sum(hidden, dropped(result, self.options.hidden_dropout_prob, self.training))
-        return total if self.layernorm is None else self.layernorm(total)  # type: ignore[no-any-return]
+        return total if self.layernorm is None else self.layernorm(total)
 
     def _worked(self, hidden: Tensor) -> Tensor:
         if self.gate is None:
-            return self.dense2(self.activation(self.dense1(hidden)))  # type: ignore[no-any-return]
-        return self.dense2(self.activation(self.gate(hidden)) * self.dense1(hidden))  # type: ignore[no-any-return]
+            return self.dense2(self.activation(self.dense1(hidden)))
+        return self.dense2(self.activation(self.gate(hidden)) * self.dense1(hidden))
