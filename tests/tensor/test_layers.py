@@ -117,6 +117,9 @@ def layer_cases(draw: random.Random, ranks: int) -> dict[str, Case]:
         "attention, causal": attention(**gpt),
         "attention, both norms, alibi": attention(pre_layernorm=True, use_alibi=True),
         "attention, grouped, rotary": attention(**llama),
+        "attention, shared keys": attention(
+            **{**llama, "num_key_value_heads": ranks // 2, "num_attention_heads": 3 * ranks}
+        ),
         "attention, rotary in part": attention(**gptj),
         "attention, to others": attention(cross_attention=True),
         "attention, whole": attention(num_attention_heads=ranks - 1, pre_layernorm=True, use_alibi=True),
