@@ -54,7 +54,7 @@ def slope(head: int, heads: int) -> float:
     return slope(2 * (head - power), 2 * power)
 
 
-def attention(w: Weights, o: dict[str, Any], x: Tensor, states: Tensor | None, mask: Tensor | None) -> Tensor:
+def attention(w: Weights, o: dict[str, Any], x: Tensor, states: Tensor | None, mask: Tensor | None = None) -> Tensor:
     heads, kv, size = o["num_attention_heads"], o.get("num_key_value_heads"), o["attention_head_size"]
     kv = kv or heads
 
