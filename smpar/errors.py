@@ -363,5 +363,13 @@ class OtherMicrobatch(StepError):
     FIX = "return the tensor from the step and pass it to the next step as an argument; keep no tensor in an attribute"
 
 
+class LayerArgumentError(SmparError):
+    """A layer of smpar.nn is made with an argument that it does not have, or with a value that means nothing to it."""
+
+    def __init__(self, layer: str, found: str, allowed: str | None) -> None:
+        fix = f"use {allowed}" if allowed else "see the arguments in smpar.nn.layers.options.Options"
+        super().__init__(f"smpar.nn.{layer} is made with its documented arguments", found, fix)
+
+
 class CommandError(SmparError):
     """A command of ``smpar`` got an argument that it cannot use."""

@@ -122,7 +122,7 @@ class DistributedModel(nn.Module):
         own = self.__dict__  # past nn.Module's slow attributes
         if own["pipeline"] is not None and active() is None:
             raise OutsideOfStep("model(...) was called outside of a step")
-        if own["unstepped"] is not None and not runtime().in_step:
+        if own["unstepped"] is not None and active() is None and not runtime().in_step:
             return own["unstepped"].call(own["_modules"]["module"], args, kwargs)
         return own["_modules"]["module"](*args, **kwargs)
 
@@ -284,7 +284,7 @@ class DistributedModel(nn.Module):
     ) -> Iterator[None]:
         """Around a training loop in which replicas have unequal numbers of batches.
 
-        A replica that is done takes part in the others' collectives with nothing to give; all ranks of a pipeline are
+        A replica that is done takes part in the others' collectives with nothing to give; all ranks of a replica are
         done together. In the end all have the parameters and buffers of the last one. Reductions do not overlap.
 
         Args:

@@ -9,6 +9,7 @@ Each is linear, and its backward is its transpose, given how its input and outpu
     reduce_scatter   reduce-scatter    all-gather        addends -> a slice of their sum
     take             -                 all-gather        whole -> slice
     whole            all-gather        -                 slices -> whole, for work that all ranks do alike
+    alike            -                 a share          whole, from work on slices -> whole, for work that all do alike
     all_to_all       all-to-all        all-to-all        slices of one dim -> slices of another
 
 (Megatron-LM, arXiv 1909.08053, section 3; sequence parallelism, arXiv 2205.05198, section 4.2.) Under fake tensors
@@ -173,6 +174,17 @@ class _Whole(torch.autograd.Function):
         return grad if ctx.scale == 1.0 else grad * ctx.scale, None, None, None
 
 
+class _Alike(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
+        ctx.size = group.size
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad / ctx.size, None
+
+
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: TensorGroup, split: int, join: int) -> Tensor:
@@ -233,6 +245,11 @@ def whole(x: Tensor, group: TensorGroup, dim: int, scale: float = 1.0) -> Tensor
     return _Whole.apply(x, group, dim, scale)  # type: ignore[no-any-return]
 
 
+def alike(x: Tensor, group: TensorGroup) -> Tensor:
+    """What each rank has whole inside a region, for work outside: each rank's gradient is its share of the whole."""
+    return _Alike.apply(x, group)  # type: ignore[no-any-return]
+
+
 def all_to_all(x: Tensor, group: TensorGroup, split: int, join: int) -> Tensor:
-    """From slices along ``join`` to slices along ``split``: [.., S/n, .., H] -> [.., S, .., H/n] for join S, split H."""
+    """From slices along ``join`` to slices along ``split``: [.., S/n, .., H] to [.., S, .., H/n]."""
     return _AllToAll.apply(x, group, split, join)  # type: ignore[no-any-return]

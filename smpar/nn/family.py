@@ -7,27 +7,28 @@ A *plan* says of a model's modules how each is divided, by patterns in which ``*
 
 The words are those of ``base_model_tp_plan`` in transformers' configurations, so such a plan is one, too. The rest
 follows: what is up to the first ``*`` are the layers; the module around column-parallel linears is the region that they
-and the row-parallel linear after them work in; a region is divided by whole heads.
+and the row-parallel linear after them work in; a region is divided by whole heads. What a plan does not speak of, or
+in words that are not served, stays whole.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
 
 from smpar.nn.group import TensorGroup, partial
-from smpar.nn.module import become, slice_parameter
+from smpar.nn.module import become
+from smpar.nn.regions import Found, divide_region, keep_whole
 from smpar.nn.twins import Layer, Places, Region, RowLinear, WholeRegion, region_entries
-from smpar.slices import Slicing, bounds_of, slicing_of
-
-log = logging.getLogger("smpar")
+from smpar.slices import slicing_of
 
 COLUMNS = {"colwise": 1, "packed_colwise": 2}  # style -> blocks
+EXPERTS = ("moe_tp_experts", "ep_dispatch_experts")
+ELSEWHERE = ("", "replicated_with_grad_allreduce", "embedding_rowwise")  # no matter of regions
 HEAD = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim")
 OTHERS = ("encoder_hidden_states", "key_value_states")
 
@@ -40,47 +41,18 @@ class Family:
         plan: pattern of a name -> style; see above.
         counts: attributes of regions that count heads, or features of all heads; each rank gets its own number.
         head: attributes of which a region that has one keeps so many features together: the size of a head.
+        queries_per_key: attributes of regions that say how many query heads share a key and value head.
         others: arguments besides the hidden state that regions work on.
     """
 
-    plan: Mapping[str, str]
+    plan: Mapping[str, str] = field(default_factory=dict)
     counts: tuple[str, ...] = ()
     head: tuple[str, ...] = HEAD
+    queries_per_key: tuple[str, ...] = ("num_key_value_groups",)
     others: tuple[str, ...] = OTHERS
 
 
-@dataclass
-class _Found:
-    """A region, as far as the plan says."""
-
-    path: str
-    module: nn.Module
-    columns: list[tuple[nn.Module, int]] = field(default_factory=list)  # with the number of blocks
-    rows: list[nn.Module] = field(default_factory=list)
-
-    def units(self, family: Family) -> int:
-        """The number of pieces that it can be divided into; 0 if its linears do not agree on one."""
-        head = next((h for name in family.head if isinstance(h := getattr(self.module, name, None), int)), 1)
-        blocks = [(out_features(m), count) for m, count in self.columns]
-        lengths = [length // count for length, count in blocks] + [in_features(m) for m in self.rows]
-        units = min(length // head for length in lengths)
-        fits = units > 0 and all(length % units == 0 for length in lengths)
-        return units if fits and self.rows else 0
-
-
-def out_features(linear: nn.Module) -> int:
-    return int(linear.weight.shape[_out_dim(linear)])  # type: ignore[union-attr]
-
-
-def in_features(linear: nn.Module) -> int:
-    return int(linear.weight.shape[1 - _out_dim(linear)])  # type: ignore[union-attr]
-
-
-def _out_dim(linear: nn.Module) -> int:
-    return 0 if isinstance(linear, nn.Linear) else 1  # others hold their weight transposed, as GPT-2's do
-
-
-def matching(plan: Mapping[str, str], names: Iterator[str] | list[str]) -> Iterator[tuple[str, str]]:
+def matching(plan: Mapping[str, str], names: Iterable[str]) -> Iterator[tuple[str, str]]:
     """The names that patterns of a plan match, each with its style."""
     patterns = [(re.compile(re.escape(p).replace(r"\*", r"[^.]+")), style) for p, style in plan.items()]
     for name in names:
@@ -96,15 +68,16 @@ def divide(model: nn.Module, family: Family, group: TensorGroup) -> None:
     What cannot be divided, as it has fewer heads than there are ranks, stays whole on each; the log says so.
     """
     modules = dict(model.named_modules())
-    styles = dict(matching(family.plan, list(modules)))
     layers = _layers(family.plan, modules)
-    for region in _regions(modules, styles, layers):
+    for region in _regions(modules, dict(matching(family.plan, modules)), layers):
         stacked = any(region.path == path or region.path.startswith(path + ".") for path in layers)
-        _divide_region(region, family, group if stacked else dataclasses.replace(group, memory=False))
+        divide_region(region, family, group if stacked else dataclasses.replace(group, memory=False))
     for path, last in layers.items():
         layer = modules[path]
         places = Places(layer.forward)
         if group.memory:
+            for name, part in _unknown(layer):
+                keep_whole(part, f"{path}.{name}", "its plan does not speak of it", family, group)
             _mark_partial(layer, group)
         become(layer, Layer, group, entries=region_entries(places.names, ()), places=places, last=last)
 
@@ -114,62 +87,56 @@ def _layers(plan: Mapping[str, str], modules: Mapping[str, nn.Module]) -> dict[s
     stacks = dict.fromkeys(p[: p.index("*") + 1] for p in plan if "*" in p)
     found: dict[str, bool] = {}
     for stack in stacks:
-        paths = [name for name, _ in matching({stack: ""}, list(modules))]
+        paths = [name for name, _ in matching({stack: ""}, modules)]
         found |= {path: path == paths[-1] for path in paths}
     return found
 
 
-def _regions(modules: Mapping[str, nn.Module], styles: Mapping[str, str], layers: Mapping[str, bool]) -> list[_Found]:
-    found: dict[str, _Found] = {}
-    latest: _Found | None = None
+def _regions(
+    modules: Mapping[str, nn.Module], styles: Mapping[str, str], layers: Mapping[str, bool]
+) -> Iterator[Found]:
+    found: dict[str, Found] = {}
+    latest: Found | None = None
     for name, module in modules.items():  # parents first, in the order of definition
         style, _, count = styles.get(name, "").partition("*")
-        if style in COLUMNS:
-            parent = name.rpartition(".")[0]
-            path = name if parent in layers else parent  # a linear right inside a layer is a region of its own
-            latest = found.setdefault(path, _Found(path, modules[path]))
-            latest.columns.append((module, int(count or COLUMNS[style])))
-        elif style == "rowwise" and latest is not None:
+        if style in ELSEWHERE:
+            continue
+        if style == "rowwise" and latest is not None:
             latest.rows.append(module)
-    return list(found.values())
+            continue
+        parent = name.rpartition(".")[0]
+        path = name if parent in layers else parent  # a linear right inside a layer is a region of its own
+        latest = found.setdefault(path, Found(path, modules[path]))
+        if style in COLUMNS:
+            latest.columns.append((module, int(count or COLUMNS[style])))
+        elif style in EXPERTS:
+            latest.experts.append(module)
+        else:
+            latest.unserved.add(style)
+    around = [region for region in found.values() if region.experts]
+    for region in found.values():
+        outer = next((a for a in around if region.path.startswith(a.path + ".")), None)
+        if outer is None:
+            yield region
+        else:
+            outer.inside.append(region)
 
 
-def _divide_region(region: _Found, family: Family, group: TensorGroup) -> None:
-    module = region.module
-    places = Places(module.forward)
-    entries = region_entries(places.names, family.others)
-    units = region.units(family)
-    if units < group.size:
-        log.warning(
-            "%s stays whole on each rank: it has %d heads or channels for %d ranks", region.path, units, group.size
-        )
-        become(module, WholeRegion, group, entries=entries, places=places)
-        return
-    for linear, blocks in region.columns:
-        length, dim = out_features(linear), _out_dim(linear)
-        slicing = Slicing.even(dim, length, group.size, length // blocks // units, blocks)
-        slice_parameter(linear.weight, slicing, group)  # type: ignore[arg-type]
-        if linear.bias is not None:
-            slice_parameter(linear.bias, dataclasses.replace(slicing, dim=0), group)  # type: ignore[arg-type]
-        _set_size(linear, ("out_features", "nf"), slicing.size(group.rank))
-    for linear in region.rows:
-        length, dim = in_features(linear), 1 - _out_dim(linear)
-        slicing = Slicing.even(dim, length, group.size, length // units)
-        slice_parameter(linear.weight, slicing, group)  # type: ignore[arg-type]
-        _set_size(linear, ("in_features", "nx"), slicing.size(group.rank))
-        become(linear, RowLinear, group)
-    start, stop = bounds_of(units, group.size)[group.rank]
-    for name in family.counts:
-        count = getattr(module, name, None)
-        if isinstance(count, int):
-            setattr(module, name, count // units * (stop - start))
-    for part in module.modules():
-        if not isinstance(part, RowLinear):
-            for parameter in part.parameters(recurse=False):
-                if slicing_of(parameter) is None:
-                    partial(parameter, group)
-    alone = any(linear is module for linear, _ in region.columns)
-    become(module, Region, group, entries=entries, places=places, open=alone)
+TWINS = (Region, WholeRegion, RowLinear)
+
+
+def _unknown(layer: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The outermost modules in a layer that have parts, none of them a twin.
+
+    What has no parts, such as a norm, is taken to work position by position.
+    """
+    for name, child in layer.named_children():
+        if isinstance(child, TWINS) or not any(child.children()):
+            continue
+        if any(isinstance(part, TWINS) for part in child.modules()):
+            yield from _unknown(child, f"{prefix}{name}.")
+        else:
+            yield prefix + name, child
 
 
 def _mark_partial(layer: nn.Module, group: TensorGroup) -> None:
@@ -178,12 +145,3 @@ def _mark_partial(layer: nn.Module, group: TensorGroup) -> None:
     for parameter in layer.parameters():
         if slicing_of(parameter) is None and parameter not in undivided:
             partial(parameter, group)
-
-
-def _set_size(module: nn.Module, names: tuple[str, ...], size: int) -> None:
-    for name in names:
-        if hasattr(module, name):
-            setattr(module, name, size)
-
-
-Divider = Callable[[nn.Module, TensorGroup], None]

@@ -5,8 +5,8 @@ In a layer::
     hidden ─ norm ─▶│ Region(attention):  q k v columns ─ heads ─ RowLinear │─▶ + ─ norm ─▶│ Region(mlp) ... │─▶ +
                   enter                                                leave             enter           leave
 
-``Layer`` is the whole of this, ``Outermost`` what surrounds all layers of a model. Column-parallel linears need no twin:
-their slice of rows is a smaller linear. (Megatron-LM, arXiv 1909.08053, section 3.)
+``Layer`` is the whole of this, ``Outermost`` what surrounds all layers of a model. Column-parallel linears need no
+twin: their slice of rows is a smaller linear. (Megatron-LM, arXiv 1909.08053, section 3.)
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smpar.nn import collectives
+from smpar.nn.experts import Experts
 from smpar.nn.group import TensorGroup
 from smpar.nn.module import DistributedModule
 from smpar.nn.sequence import entered, is_slice, leave, to_slice, to_whole
@@ -63,17 +65,43 @@ class RowLinear(DistributedModule):
     """A linear of which each rank holds some input features: its results are summed, and then comes the bias.
 
     [N, S, K / tp] -> [N, S, H], or a slice of that. Its class is ``nn.Linear``, or has a weight like its transpose.
+
+    Attributes:
+        inside: whether the sum is left to a region around it.
     """
+
+    inside: bool = False
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.distributed:
-            return super().forward(x)  # type: ignore[no-any-return,misc]
+            return super().forward(x)
         weight: Tensor = self.weight  # type: ignore[assignment]
         addend = F.linear(x, weight if isinstance(self, nn.Linear) else weight.t())
+        bias: Tensor | None = self.bias  # type: ignore[assignment]
+        if self.inside:
+            return addend if bias is None else addend + bias / self.tensor_group.size
         total = leave(addend, self.tensor_group)
         set_shard(self.tensor_group.rank + 1 if is_slice(total) else 0)
-        bias: Tensor | None = self.bias  # type: ignore[assignment]
         return total if bias is None else total + bias
+
+
+class SharedColumns(DistributedModule):
+    """A linear that is whole on each rank, of whose output features a rank needs some, which others need, too.
+
+    [N, S, H] -> [N, S, stop - start] for ``rows`` from start to stop. Its gradient is partial: ranks compute it for
+    the rows that they use.
+    """
+
+    rows: tuple[int, int]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.distributed:
+            return super().forward(x)
+        part = slice(*self.rows)
+        weight: Tensor = self.weight  # type: ignore[assignment]
+        bias: Tensor | None = self.bias  # type: ignore[assignment]
+        rows = weight[part] if isinstance(self, nn.Linear) else weight[:, part].t()
+        return F.linear(x, rows, None if bias is None else bias[part])
 
 
 class Region(DistributedModule):
@@ -83,12 +111,16 @@ class Region(DistributedModule):
         entries: names of the arguments that it works on: the hidden state first, then others (states of an encoder).
         leaves: whether its result is still to be summed; else a RowLinear did that, inside or later.
         open: whether what follows, up to a RowLinear, is in the region, too.
+        alike: whether what it draws is for all of its tokens, on each rank the same.
+        shares: for each rank its part of the heads, in pieces of equal size; empty if it has none.
     """
 
     entries: tuple[str, ...]
     places: Places
     leaves: bool = False
     open: bool = False
+    alike: bool = False
+    shares: tuple[int, ...] = ()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self.distributed:
@@ -99,7 +131,7 @@ class Region(DistributedModule):
             if isinstance(other, Tensor):
                 args, kwargs = self.places.put(name, collectives.copy(other, group), args, kwargs)
         hidden = self.places.get(first, args, kwargs)
-        with sharded(group.rank + 1), entered(hidden, group) as whole:
+        with sharded(0 if self.alike else group.rank + 1), entered(hidden, group) as whole:
             args, kwargs = self.places.put(first, whole, args, kwargs)
             result = super().forward(*args, **kwargs)
         if self.open:
@@ -114,13 +146,17 @@ class WholeRegion(DistributedModule):
     places: Places
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        hidden = self.places.get(self.entries[0], args, kwargs)
+        hidden, group = self.places.get(self.entries[0], args, kwargs), self.tensor_group
         if not is_slice(hidden):
             return super().forward(*args, **kwargs)
-        args, kwargs = self.places.put(self.entries[0], to_whole(hidden, self.tensor_group), args, kwargs)
+
+        def whole(value: Any) -> Any:
+            alike = isinstance(value, Tensor) and value.dim() > 3 and value.shape[:-1] == hidden.shape[:-1]
+            return to_whole(value, group) if alike else value
+
         with sharded(0):
-            result = super().forward(*args, **kwargs)
-        return first_of(result, lambda whole: to_slice(whole, self.tensor_group))
+            result = super().forward(*map(whole, args), **{name: whole(value) for name, value in kwargs.items()})
+        return first_of(result, lambda whole: to_slice(whole, group))
 
 
 class Layer(DistributedModule):
@@ -148,6 +184,7 @@ class Layer(DistributedModule):
 
 SAME_FOR_ALL = ("cache_position", "head_mask", "cross_attn_head_mask")  # arguments without a batch dim
 SLICED_OUTPUTS = ("hidden_states", "encoder_hidden_states", "decoder_hidden_states")
+ROUTED_OUTPUTS = ("router_logits", "encoder_router_logits", "decoder_router_logits")  # [N * S, experts]
 DIVIDED_OUTPUTS = ("attentions", "cross_attentions", "encoder_attentions", "decoder_attentions")
 
 
@@ -160,32 +197,64 @@ class Outermost(DistributedModule):
     places: Places
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        group = self.tensor_group
+        group, rows = self.tensor_group, 0
         if not self.distributed:
             return super().forward(*args, **kwargs)
-        if not group.joined:
-            with sharded(0):
-                return self._outside(super().forward(*args, **kwargs))
-        given = {**dict(zip(self.places.names, args, strict=False)), **kwargs}
-        rows = max((v.shape[0] for k, v in given.items() if _has_batch(k, v)), default=0)
-        for name, value in given.items():
-            if _has_batch(name, value) and value.shape[0] == rows:
-                args, kwargs = self.places.put(name, joined(value, group), args, kwargs)
+        as_tuple = kwargs.get("return_dict", getattr(getattr(self, "config", None), "return_dict", None)) is False
+        if as_tuple:
+            kwargs = {**kwargs, "return_dict": True}  # what the outputs are is known by their names
+        if group.joined:
+            given = {**dict(zip(self.places.names, args, strict=False)), **kwargs}
+            rows = max((v.shape[0] for k, v in given.items() if _has_batch(k, v)), default=0)
+            for name, value in given.items():
+                if _has_batch(name, value) and value.shape[0] == rows:
+                    args, kwargs = self.places.put(name, joined(value, group), args, kwargs)
         with sharded(0):
-            result = self._outside(super().forward(*args, **kwargs))
-        return own_rows(result, group, rows)
+            result = super().forward(*args, **kwargs)
+        named = self._outside(result) if isinstance(result, dict) else {}
+        if group.joined:
+            result = own_rows(result, group, rows)
+        for name, value in named.items():
+            result[name] = value
+        return result.to_tuple() if as_tuple else result
 
-    def _outside(self, result: Any) -> Any:
-        """Named outputs that are slices or divided inside, as the undivided model gives them."""
-        if not isinstance(result, dict):
-            return result
-        for name in SLICED_OUTPUTS:
-            if isinstance(result.get(name), tuple):
-                result[name] = tuple(to_whole(hidden, self.tensor_group) for hidden in result[name])
-        for name in DIVIDED_OUTPUTS:
-            if isinstance(result.get(name), tuple):
-                result[name] = tuple(collectives.whole(a, self.tensor_group, 1) for a in result[name])
-        return result
+    def _outside(self, result: dict[str, Any]) -> dict[str, Any]:
+        """Outputs that are slices or divided inside, as the undivided model gives them for this rank's samples."""
+        group = self.tensor_group
+        shares = next((m.shares for m in self.modules() if isinstance(m, Region) and m.shares), ())
+        routed = any(isinstance(m, Experts) for m in self.modules())
+        changes: dict[str, Callable[[Tensor], Tensor]] = {
+            **dict.fromkeys(SLICED_OUTPUTS, lambda hidden: to_whole(hidden, group)),
+            **dict.fromkeys(DIVIDED_OUTPUTS, lambda heads: heads_joined(heads, shares, group)),
+            **dict.fromkeys(ROUTED_OUTPUTS, lambda logits: collectives.alike(logits, group) if routed else logits),
+        }
+
+        def changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            value = change(value)
+            return collectives.take(value, group, 0, scale=1.0 / group.size) if group.joined else value
+
+        return {
+            name: tuple(changed(value, change) for value in result[name])
+            for name, change in changes.items()
+            if isinstance(result.get(name), tuple)
+        }
+
+
+def heads_joined(weights: Tensor, shares: tuple[int, ...], group: TensorGroup) -> Tensor:
+    """Attention weights [N, heads, S, S] of all ranks' heads, in order.
+
+    Args:
+        shares: for each rank its part of the heads; empty if all ranks have all.
+    """
+    if not shares:
+        return weights
+    each = weights.shape[1] // shares[group.rank]
+    most = max(shares) * each
+    padded = F.pad(weights, (0, 0, 0, 0, 0, most - weights.shape[1]))
+    parts = collectives.whole(padded, group, 1).split(most, 1)
+    return torch.cat([part[:, : share * each] for part, share in zip(parts, shares, strict=True)], 1)
 
 
 def _has_batch(name: str, value: Any) -> bool:

@@ -57,12 +57,14 @@ class Line:
 
 
 def report_step(
-    spans: Spans, world: World, step: int, results: Sequence[Any], batch: Batch, elapsed: int
+    spans: Spans, world: World, step: int, results: Sequence[Any], batch: Batch, samples: int | None, elapsed: int
 ) -> Line | None:
     """Gather what a step was like over this rank's pipeline, and print it on rank 0; all its ranks call this.
 
     Args:
         results: of the step function, by microbatch.
+        batch: this rank's.
+        samples: of this rank's replica.
         elapsed: nanoseconds of the step on this rank.
 
     Returns:
@@ -75,7 +77,7 @@ def report_step(
     line = Line(
         step,
         first_scalar(results, batch.weights),
-        None if batch.samples is None else batch.samples * world.axis_size("dp"),
+        None if samples is None else samples * world.axis_size("rdp"),
         elapsed / 1e9,
         max(0.0, sum(i for i, _ in stages) / len(stages)),
         tuple(peak for _, peak in stages),

@@ -106,7 +106,7 @@ class Reducer:
         every: int = 1,
         name_of: Callable[[Tensor], str] = lambda p: f"of shape {list(p.shape)}",
     ) -> None:
-        self.peers, self.sliced = peers, sliced if sliced is not None else peers
+        self.peers, self.sliced = peers, peers if sliced is None or sliced == peers else sliced
         self.sync = True
         self.comm_hook: tuple[Any, CommHook] | None = None
         self.joining: Joining | None = None
@@ -265,7 +265,7 @@ class Reducer:
         return self.peers if slicing_of(parameter) is None else self.sliced
 
     def _hook(self, peers: Peers) -> tuple[Any, CommHook] | None:
-        return self.comm_hook if peers == self.peers else None
+        return self.comm_hook if peers is self.peers else None
 
     def _is_reduced(self, parameter: Tensor) -> bool:
         peers = self.peers_of(parameter)

@@ -91,7 +91,8 @@ def step(
             with now.spans.step(number):
                 results = _run(now, fn, given, batch)
             if now.spans.counting:
-                report_step(now.spans, now.world, number, results, batch, time.monotonic_ns() - start)
+                elapsed = time.monotonic_ns() - start
+                report_step(now.spans, now.world, number, results, batch, _samples(now, batch), elapsed)
         if detach_outputs:
             results = [tree.map_tensors(torch.Tensor.detach, result) for result in results]
         return merge(results, batch.weights)
@@ -110,6 +111,12 @@ def _parameter_names(fn: Callable[..., Any]) -> tuple[list[str], bool]:
 
 def _positions(names: Sequence[str], count: int) -> list[str]:
     return [names[i] if i < len(names) else f"number {i + 1}" for i in range(count)]
+
+
+def _samples(now: Runtime, batch: Batch) -> int | None:
+    """Number of samples that this rank's replica takes in a step."""
+    own = batch.samples
+    return own * now.world.axis_size("tp") if own is not None and now.joined else own
 
 
 def _agree(now: Runtime, fn: Callable[..., Any], arguments: Mapping[str, Any], look: Look | None) -> tuple[int, bool]:
@@ -140,8 +147,9 @@ def _run(now: Runtime, fn: Callable[..., Any], arguments: Mapping[str, Any], bat
     average = model is None or model.average_grads
     shares = batch.weights if average else (1.0,) * len(batch.weights)
     pipeline = now.model.pipeline if now.stages > 1 else None
-    if now.config.plan is not None and batch.samples is not None:
-        compare_samples(now.config.plan, batch.samples)
+    samples = _samples(now, batch)
+    if now.config.plan is not None and samples is not None:
+        compare_samples(now.config.plan, samples)
     look = _look(now, fn, batch, arguments)
     seed, known = _agree(now, fn, arguments, look)
     if model is not None:

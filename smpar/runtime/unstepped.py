@@ -60,11 +60,10 @@ class Unstepped:
     @contextmanager
     def _drawing(self) -> Iterator[None]:
         """Draws come from a seed that the tensor-parallel group has in common, another one in each call."""
-        random = torch.get_rng_state()
         if self._seed is None:
             drawn = int(torch.randint(0, 1 << 62, (1,), device="cpu"))
             self._seed = broadcast(drawn, CommGroup.TP_GROUP, src=0)
-            random = torch.get_rng_state()
+        random = torch.get_rng_state()
         self._calls += 1
         seed_generators(mix(self._seed, self._world.axis_rank("rdp"), self._calls))
         try:

@@ -1,0 +1,130 @@
+"""What the layers have in common: where a layer is entered and left, alone or inside another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from smpar.nn.group import TensorGroup, partial
+from smpar.nn.layers.options import Options
+from smpar.nn.module import DistributedModule
+from smpar.nn.sequence import entered, is_slice, to_slice, to_whole
+from smpar.nn.twins import joined, own_rows
+from smpar.slices import slicing_of
+from smpar.trace import tree
+from smpar.trace.draws import sharded
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class DividedLayer(DistributedModule):
+    """A layer of a group's ranks::
+
+        inputs ──▶ joined samples ──▶ slice ──▶ run ... region(work) ... ──▶ whole ──▶ own samples
+                   └────────────────────── outermost only ───────────────────────────┘
+
+    Inside another layer, hidden states are slices of the sequence in memory mode, and samples are joined already.
+
+    Args:
+        given: the arguments; see ``Options``.
+
+    Attributes:
+        outermost: whether it is in no other layer.
+
+    Raises:
+        LayerArgumentError: there is no such argument.
+        NotInitialized: ``smpar.init`` has not run.
+    """
+
+    outermost: bool = True
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__()
+        self.options = Options.of(type(self), given)
+        self.tensor_group = TensorGroup.current()
+
+    def run(self, hidden: Tensor, *others: Any) -> Tensor:
+        """The layer's result [N, S, H], or a slice of it, of a hidden state and what comes with it."""
+        raise NotImplementedError
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.ran(*unpacked(inputs))
+
+    def ran(self, hidden: Tensor, *others: Any) -> Tensor:
+        """The result of ``run`` for this rank's samples, whole if the layer is outermost."""
+        group = self.tensor_group
+        if not self.distributed:
+            return self.run(hidden, *others)
+        if not self.outermost:
+            with self.between():
+                return self.run(hidden, *others)
+        rows = hidden.shape[0]
+        if group.joined:
+            hidden, *others = tree.map_tensors(
+                lambda t: joined(t, group) if t.dim() and t.shape[0] == rows else t, [hidden, *others]
+            )
+        with self.between():
+            result = self.run(hidden, *others)
+        whole = to_whole(result, group)
+        return own_rows(whole, group, rows) if group.joined else whole  # type: ignore[no-any-return]
+
+    def between(self) -> Any:
+        """The context of what is done between regions: each rank draws for its slice of the sequence, if it has one."""
+        group = self.tensor_group
+        return sharded(group.rank + 1 if group.memory and self.distributed else 0)
+
+    def slice(self, hidden: Tensor) -> Tensor:
+        """A hidden state as it is between regions."""
+        return to_slice(hidden, self.tensor_group) if self.tensor_group.memory else hidden
+
+    def region(self, work: Callable[[Tensor], Tensor], hidden: Tensor, divided: bool) -> Tensor:
+        """Work on this rank's heads or channels of the whole hidden state, which ends in a ``RowLinear``.
+
+        Args:
+            divided: else all ranks do all of it.
+        """
+        group = self.tensor_group
+        if not self.distributed:
+            return work(hidden)
+        if divided:
+            with sharded(group.rank + 1), entered(hidden, group) as whole:
+                return work(whole)
+        with sharded(0):
+            result = work(to_whole(hidden, group))
+        return self.slice(result)
+
+    def sum(self, hidden: Tensor, result: Tensor) -> Tensor:
+        """The residual sum."""
+        if self.options.fp32_residual_addition:
+            return (hidden.float() + result.float()).to(hidden.dtype)
+        return hidden + result
+
+    def mark_partial(self, *modules: nn.Module | None) -> None:
+        """Note that these work on slices of the sequence in memory mode."""
+        if not (self.tensor_group.memory and self.distributed):
+            return
+        for module in modules:
+            for parameter in module.parameters() if module is not None else ():
+                if slicing_of(parameter) is None:
+                    partial(parameter, self.tensor_group)
+
+
+def inner(layer: M) -> M:
+    """A layer as part of another one."""
+    layer.outermost = False  # type: ignore[assignment]
+    return layer
+
+
+def unpacked(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What a layer is called with: one tuple, as SMP has it, or several arguments."""
+    if len(inputs) == 1 and isinstance(inputs[0], (tuple, list)):
+        return tuple(inputs[0])
+    return inputs
+
+
+def dropped(x: Tensor, probability: float, training: bool) -> Tensor:
+    """Dropout; no call of a drawing function where nothing is drawn."""
+    return torch.nn.functional.dropout(x, probability, training) if training and probability else x
