@@ -74,6 +74,16 @@ def all_reduced(tensor: Tensor, group: TensorGroup, own: bool = False) -> Tensor
     return total
 
 
+def all_max(tensor: Tensor, group: TensorGroup) -> Tensor:
+    """The greatest values over the group, without gradient."""
+    if not _real(tensor, group):
+        return tensor.clone()
+    greatest = tensor.clone(memory_format=torch.contiguous_format)
+    _count("all_reduce", greatest)
+    _processes(group).allreduce([greatest], dist.ReduceOp.MAX).wait()
+    return greatest
+
+
 def all_gathered(tensor: Tensor, group: TensorGroup, dim: int) -> Tensor:
     """All ranks' slices, joined along ``dim``, without gradient."""
     shape = list(tensor.shape)

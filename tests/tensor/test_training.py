@@ -40,4 +40,6 @@ def test_a_grid_trains_as_one_process(pool: Pool, seed: int, name: str, grid: tu
         torch.testing.assert_close(run.norms, want.norms, rtol=1e-9, atol=0)
     assert runs[0].state.keys() == want.state.keys()
     for key, value in want.state.items():
-        torch.testing.assert_close(runs[0].state[key], value, rtol=1e-8, atol=1e-9, msg=lambda m, key=key: f"{key}: {m}")
+        torch.testing.assert_close(
+            runs[0].state[key], value, rtol=1e-8, atol=1e-9, msg=lambda m, key=key: f"{key}: {m}"
+        )

@@ -75,7 +75,11 @@ class DistributedAttentionLayer(DividedLayer):
             source = hidden
         else:
             source = collectives.copy(states, self.tensor_group) if self.divided else states
-        query, key, value = self._heads(self.query(hidden)), self._heads(self.key(source)), self._heads(self.value(source))
+        query, key, value = (
+            self._heads(self.query(hidden)),
+            self._heads(self.key(source)),
+            self._heads(self.value(source)),
+        )
         o = self.options
         if o.rotary_dim and states is None:
             query = rotated(query, o.rotary_dim, o.rotary_base, o.gpt_neox_type_rotary)
