@@ -13,7 +13,8 @@ Each is linear, and its backward is its transpose, given how its input and outpu
     all_to_all       all-to-all        all-to-all        slices of one dim -> slices of another
 
 (Megatron-LM, arXiv 1909.08053, section 3; sequence parallelism, arXiv 2205.05198, section 4.2.) Under fake tensors
-they give shapes and do not communicate.
+they give shapes and do not communicate, but tell who watches what they and their backwards would move. In a group
+without processes a rank is alone: it takes its own slice for those of the others.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from smpar.nn.group import TensorGroup
+from smpar.trace.watch import tell
 
 _counts: list[Counter[str]] = []
 
@@ -51,7 +53,18 @@ def _count(name: str, tensor: Tensor) -> None:
 
 
 def _real(tensor: Tensor, group: TensorGroup) -> bool:
-    return group.size > 1 and not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
+    return group.group is not None and not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
+
+
+def _tell(tensor: Tensor, group: TensorGroup, share: float, late: bool = False) -> None:
+    """Tell who watches of a collective as so many all-reduces of the tensor; ``late``: in the backward."""
+    if group.size > 1 and isinstance(tensor, FakeTensor):
+        tell(share * tensor.numel() * tensor.element_size(), late)
+
+
+def will_gather(part: Tensor, group: TensorGroup) -> None:
+    """Tell who watches that a backward gathers the slices."""
+    _tell(part, group, 0.5 * group.size, late=True)
 
 
 def _processes(group: TensorGroup) -> dist.ProcessGroup:
@@ -67,6 +80,7 @@ def all_reduced(tensor: Tensor, group: TensorGroup, own: bool = False) -> Tensor
         own: the result may take the place of ``tensor``.
     """
     if not _real(tensor, group):
+        _tell(tensor, group, 1.0)
         return tensor if own else tensor.clone()
     total = tensor if own and tensor.is_contiguous() else tensor.clone(memory_format=torch.contiguous_format)
     _count("all_reduce", total)
@@ -86,13 +100,12 @@ def all_max(tensor: Tensor, group: TensorGroup) -> Tensor:
 
 def all_gathered(tensor: Tensor, group: TensorGroup, dim: int) -> Tensor:
     """All ranks' slices, joined along ``dim``, without gradient."""
-    shape = list(tensor.shape)
     if not _real(tensor, group):
-        shape[dim] *= group.size
-        return tensor.new_empty(shape)
+        _tell(tensor, group, 0.5 * group.size)
+        return torch.cat([tensor] * group.size, dim)
     tensor = tensor.contiguous()
     _count("all_gather", tensor)
-    flat = tensor.new_empty([group.size * shape[0], *shape[1:]])
+    flat = tensor.new_empty([group.size * tensor.shape[0], *tensor.shape[1:]])
     _processes(group)._allgather_base(flat, tensor).wait()
     return flat if dim == 0 else torch.cat(flat.chunk(group.size), dim)
 
@@ -102,7 +115,8 @@ def reduce_scattered(tensor: Tensor, group: TensorGroup, dim: int) -> Tensor:
     shape = list(tensor.shape)
     shape[dim] //= group.size
     if not _real(tensor, group):
-        return tensor.new_empty(shape)
+        _tell(tensor, group, 0.5)
+        return tensor.narrow(dim, 0, shape[dim]).clone()
     parts = torch.cat(tensor.chunk(group.size, dim)) if dim else tensor.contiguous()
     _count("reduce_scatter", parts)
     mine = tensor.new_empty(shape)
@@ -121,6 +135,7 @@ class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
         ctx.group = group
+        _tell(x, group, 1.0, late=True)
         return x.view_as(x)
 
     @staticmethod
@@ -142,6 +157,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: TensorGroup, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
+        _tell(x, group, 0.5 * group.size, late=True)
         return all_gathered(x, group, dim)
 
     @staticmethod
@@ -153,6 +169,7 @@ class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: TensorGroup, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
+        _tell(x, group, 0.5, late=True)
         return reduce_scattered(x, group, dim)
 
     @staticmethod
@@ -164,6 +181,7 @@ class _Take(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: TensorGroup, dim: int, scale: float) -> Tensor:
         ctx.group, ctx.dim, ctx.scale = group, dim, scale
+        _tell(x, group, 0.5, late=True)
         return sliced_of(x, group, dim)
 
     @staticmethod
@@ -199,6 +217,7 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: TensorGroup, split: int, join: int) -> Tensor:
         ctx.group, ctx.split, ctx.join = group, split, join
+        _tell(x, group, 0.5, late=True)
         return exchanged(x, group, split, join)
 
     @staticmethod
@@ -214,6 +233,8 @@ def exchanged(tensor: Tensor, group: TensorGroup, split: int, join: int) -> Tens
         came = torch.empty_like(parts)
         _processes(group).alltoall_base(came, parts, [], []).wait()
         parts = came
+    else:
+        _tell(parts, group, 0.5)
     return torch.cat(parts.unbind(0), join)
 
 
