@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tests.harness import Pool
 from tests.tensor.divided import Case, run_cases
-from tests.tensor.test_layers import MODES, _mode
+from tests.tensor.test_layers import GRIDS, MODES, name_of
 
 
 def leaf_cases(draw: random.Random, ranks: int) -> dict[str, Case]:
@@ -128,12 +128,11 @@ def leaf_cases(draw: random.Random, ranks: int) -> dict[str, Case]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("config", MODES, ids=_mode)
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_divided_modules_equal_undivided_ones(pool: Pool, seed: int, ranks: int, config: dict[str, Any]) -> None:
+@pytest.mark.parametrize("grid", GRIDS, ids=name_of)
+def test_divided_modules_equal_undivided_ones(pool: Pool, seed: int, grid: tuple[int, dict[str, Any]]) -> None:
+    ranks, config = grid
     for found in pool.run(ranks, run_cases, f"{__name__}:leaf_cases", seed, config, timeout=120.0):
-        wrong = {name: errors for name, errors in found.items() if errors.largest > 1e-9}
-        assert not wrong
+        assert not {name: errors for name, errors in found.items() if errors.largest > 1e-9}
 
 
 def evaluated(seed: int, config: dict[str, Any]) -> list[float]:
@@ -165,7 +164,7 @@ def evaluated(seed: int, config: dict[str, Any]) -> list[float]:
     return distances
 
 
-@pytest.mark.parametrize("config", MODES, ids=_mode)
+@pytest.mark.parametrize("config", MODES, ids=lambda config: name_of((2, config)))
 def test_evaluation_reads_no_slices_where_torch_has_fused_kernels(
     pool: Pool, seed: int, config: dict[str, Any]
 ) -> None:

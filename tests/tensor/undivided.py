@@ -117,3 +117,14 @@ def hidden_states(w: Weights, o: dict[str, Any], ids: Tensor, mask: Tensor | Non
         x = x + w["token_type_embedding.weight"][types]
     x = transformer(part(w, "transformer"), o, x, mask)
     return norm(w, "layernorm", x, o) if o.get("pre_layernorm") else x
+
+
+def logits(w: Weights, o: dict[str, Any], ids: Tensor) -> Tensor:
+    x = hidden_states(w, o, ids, None, None)
+    return x @ w["word_embedding.weight" if o.get("tie_input_output_embedding", True) else "lm_head.weight"].T
+
+
+def loss(o: dict[str, Any], told: Tensor, labels: Tensor) -> Tensor:
+    if o.get("causal_mask_size"):
+        told, labels = told[:, :-1], labels[:, 1:]
+    return F.cross_entropy(told[labels != -100], labels[labels != -100])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from smpar.nn.layers.base import DividedLayer, dropped, inner, unpacked
