@@ -33,11 +33,11 @@ def out_dim(linear: nn.Module) -> int:
 
 
 def out_features(linear: nn.Module) -> int:
-    return int(linear.weight.shape[out_dim(linear)])  # type: ignore[union-attr]
+    return int(linear.weight.shape[out_dim(linear)])  # type: ignore[index]
 
 
 def in_features(linear: nn.Module) -> int:
-    return int(linear.weight.shape[1 - out_dim(linear)])  # type: ignore[union-attr]
+    return int(linear.weight.shape[1 - out_dim(linear)])  # type: ignore[index]
 
 
 def divide_columns(linear: nn.Module, unit: int, group: TensorGroup, blocks: int = 1) -> Slicing:
@@ -48,9 +48,9 @@ def divide_columns(linear: nn.Module, unit: int, group: TensorGroup, blocks: int
         blocks: see ``Slicing.even``.
     """
     slicing = Slicing.even(out_dim(linear), out_features(linear), group.size, unit, blocks)
-    slice_parameter(linear.weight, slicing, group)  # type: ignore[arg-type]
+    slice_parameter(linear.weight, slicing, group)
     if linear.bias is not None:
-        slice_parameter(linear.bias, dataclasses.replace(slicing, dim=0), group)  # type: ignore[arg-type]
+        slice_parameter(linear.bias, dataclasses.replace(slicing, dim=0), group)
     _set_size(linear, ("out_features", "nf"), slicing.size(group.rank))
     return slicing
 
@@ -58,7 +58,7 @@ def divide_columns(linear: nn.Module, unit: int, group: TensorGroup, blocks: int
 def divide_rows(linear: nn.Module, unit: int, group: TensorGroup) -> RowLinear:
     """Let a linear take this rank's input features only, and sum the group's results."""
     slicing = Slicing.even(1 - out_dim(linear), in_features(linear), group.size, unit)
-    slice_parameter(linear.weight, slicing, group)  # type: ignore[arg-type]
+    slice_parameter(linear.weight, slicing, group)
     _set_size(linear, ("in_features", "nx"), slicing.size(group.rank))
     return become(linear, RowLinear, group)
 
@@ -108,16 +108,16 @@ class WholeLinear(DistributedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.distributed:
-            return super().forward(x)  # type: ignore[no-any-return,misc]
+            return super().forward(x)
         group = self.tensor_group
         with sharded(0):
             if not (self.outermost and group.joined):
                 return self._worked(x, group)
-            return own_rows(self._worked(joined(x, group), group), group, x.shape[0])  # type: ignore[no-any-return]
+            return own_rows(self._worked(joined(x, group), group), group, x.shape[0])
 
     def _worked(self, x: Tensor, group: TensorGroup) -> Tensor:
-        weight: Tensor = self.weight  # type: ignore[assignment]
-        bias: Tensor | None = self.bias  # type: ignore[assignment]
+        weight: Tensor = self.weight
+        bias: Tensor | None = self.bias
         if self.slicing.dim == 0:
             return whole_features(F.linear(collectives.copy(x, group), weight, bias), self.slicing, group)
         total = collectives.reduce(F.linear(own_features(x, self.slicing, group), weight), group)

@@ -77,12 +77,14 @@ class VocabularyHead(DistributedModule):
 
 
 def _like_whole(local: Tensor, slicing: Slicing) -> Tensor:
-    return torch.cat([local] * len(slicing.runs), -1)[..., : slicing.length]
+    copies = -(-slicing.length // local.shape[-1])  # more than there are ranks, where this one has less than others
+    return torch.cat([local] * copies, -1)[..., : slicing.length]
 
 
 def _whole_because(module: nn.Module, group: TensorGroup) -> str:
     """Why a module's vocabulary stays whole; empty if it does not."""
-    rows = int(module.weight.shape[0])  # type: ignore[union-attr]
+    slicing = slicing_of(module.weight)  # type: ignore[arg-type]
+    rows = int(module.weight.shape[0]) if slicing is None else slicing.length  # type: ignore[union-attr]
     if rows < group.size:
         return f"it has {rows} rows for {group.size} ranks"
     for name in ("max_norm", "scale_grad_by_freq", "sparse"):

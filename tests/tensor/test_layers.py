@@ -226,7 +226,8 @@ def test_logits_are_not_gathered_for_the_loss(pool: Pool, seed: int) -> None:
     found = pool.run(2, run_cases, f"{__name__}:layer_cases", seed, MODES[0])[0]
     assert MODES[0] == {"prescaled_batch": True, "optimize": "speed"}
     assert "all_gather" not in found["language model"].forward | found["language model"].backward
-    assert "all_gather" in found["language model, logits"].forward
+    looked_at = found["language model, logits"]
+    assert "all_gather" in looked_at.forward | looked_at.backward
 
 
 def kept_bytes(degree: int, seed: int) -> int:

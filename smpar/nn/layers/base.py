@@ -159,7 +159,7 @@ def in_region(work: Callable[[Tensor], Tensor], hidden: Tensor, group: TensorGro
 
 def inner(layer: M) -> M:
     """A layer as part of another one."""
-    layer.outermost = False
+    layer.outermost = False  # type: ignore[assignment]
     return layer
 
 
