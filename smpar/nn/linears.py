@@ -40,27 +40,36 @@ def in_features(linear: nn.Module) -> int:
     return int(linear.weight.shape[1 - out_dim(linear)])  # type: ignore[index]
 
 
-def divide_columns(linear: nn.Module, unit: int, group: TensorGroup, blocks: int = 1) -> Slicing:
-    """Let a linear give this rank's output features only; of its bias, too. Gives how they are divided.
+def slice_columns(linear: nn.Module, slicing: Slicing, group: TensorGroup) -> None:
+    """Let a linear, or an embedding, give this rank's features only: slice its weight by them, and its bias."""
+    slice_parameter(linear.weight, slicing, group)  # type: ignore[arg-type]
+    bias = getattr(linear, "bias", None)
+    if bias is not None:
+        slice_parameter(bias, dataclasses.replace(slicing, dim=0), group)
+    _set_size(linear, ("out_features", "nf", "embedding_dim"), slicing.size(group.rank))
+
+
+def slice_rows(linear: nn.Module, slicing: Slicing, group: TensorGroup, inside: bool = False) -> None:
+    """Let a linear take this rank's input features only, and sum the group's results.
 
     Args:
-        unit: features that stay together, such as a head's.
-        blocks: see ``Slicing.even``.
+        inside: see ``RowLinear``.
     """
-    slicing = Slicing.even(out_dim(linear), out_features(linear), group.size, unit, blocks)
-    slice_parameter(linear.weight, slicing, group)
-    if linear.bias is not None:
-        slice_parameter(linear.bias, dataclasses.replace(slicing, dim=0), group)
-    _set_size(linear, ("out_features", "nf"), slicing.size(group.rank))
+    slice_parameter(linear.weight, slicing, group)  # type: ignore[arg-type]
+    _set_size(linear, ("in_features", "nx"), slicing.size(group.rank))
+    become(linear, RowLinear, group, inside=inside)
+
+
+def divide_columns(linear: nn.Module, unit: int, group: TensorGroup) -> Slicing:
+    """Slice a linear's output features as evenly as they go, in whole units; gives how."""
+    slicing = Slicing.even(out_dim(linear), out_features(linear), group.size, unit)
+    slice_columns(linear, slicing, group)
     return slicing
 
 
-def divide_rows(linear: nn.Module, unit: int, group: TensorGroup) -> RowLinear:
-    """Let a linear take this rank's input features only, and sum the group's results."""
-    slicing = Slicing.even(1 - out_dim(linear), in_features(linear), group.size, unit)
-    slice_parameter(linear.weight, slicing, group)
-    _set_size(linear, ("in_features", "nx"), slicing.size(group.rank))
-    return become(linear, RowLinear, group)
+def divide_rows(linear: nn.Module, unit: int, group: TensorGroup) -> None:
+    """Slice a linear's input features likewise."""
+    slice_rows(linear, Slicing.even(1 - out_dim(linear), in_features(linear), group.size, unit), group)
 
 
 def _set_size(module: nn.Module, names: tuple[str, ...], size: int) -> None:
@@ -116,8 +125,8 @@ class WholeLinear(DistributedModule):
             return own_rows(self._worked(joined(x, group), group), group, x.shape[0])
 
     def _worked(self, x: Tensor, group: TensorGroup) -> Tensor:
-        weight: Tensor = self.weight
-        bias: Tensor | None = self.bias
+        weight: Tensor = self.weight  # type: ignore[assignment]
+        bias: Tensor | None = self.bias  # type: ignore[assignment]
         if self.slicing.dim == 0:
             return whole_features(F.linear(collectives.copy(x, group), weight, bias), self.slicing, group)
         total = collectives.reduce(F.linear(own_features(x, self.slicing, group), weight), group)
@@ -127,7 +136,7 @@ class WholeLinear(DistributedModule):
 def divide_linear(linear: nn.Linear, group: TensorGroup, **attributes: Any) -> nn.Linear | None:
     """Divide a linear that keeps whole inputs and outputs; None if it has too few features.
 
-    Dividing output features moves ``out + 2 in`` numbers per sample, forward and backward; input features ``2 out + in``.
+    For output features, forward and backward move ``out + 2 in`` numbers per sample; for input features ``2 out + in``.
     """
     length = max(linear.in_features, linear.out_features)
     if length < group.size:
@@ -139,6 +148,6 @@ def divide_linear(linear: nn.Linear, group: TensorGroup, **attributes: Any) -> n
         slicing = Slicing.even(0, linear.out_features, group.size)
         if linear.bias is not None:
             slice_parameter(linear.bias, slicing, group)
-    slice_parameter(linear.weight, slicing, group)
+    slice_parameter(linear.weight, slicing, group)  # type: ignore[arg-type]
     become(linear, WholeLinear, group, slicing=slicing, **attributes)
     return linear

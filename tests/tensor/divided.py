@@ -1,4 +1,4 @@
-"""Runs a divided layer on the ranks of a tensor-parallel group, and the undivided one beside it. For worker processes."""
+"""Runs a divided layer on a tensor-parallel group, and the undivided one beside it. For worker processes."""
 
 from __future__ import annotations
 

@@ -88,7 +88,9 @@ def leaf_cases(draw: random.Random, ranks: int) -> dict[str, Case]:
         "attention, weights by head": case(
             attention, lambda rows: [state(rows)], lambda m, x: weights_of(m, x, average_attn_weights=False)
         ),
-        "attention, no bias, mask by head": case(lambda: attention(bias=False), lambda rows: [state(rows)], masked_by_head),
+        "attention, no bias, mask by head": case(
+            lambda: attention(bias=False), lambda rows: [state(rows)], masked_by_head
+        ),
         "attention, more keys, keys left out": case(
             lambda: attention(add_bias_kv=True, add_zero_attn=True),
             lambda rows: [state(rows), state(rows, other), hidden_keys(rows, other)],
@@ -170,6 +172,40 @@ def test_evaluation_reads_no_slices_where_torch_has_fused_kernels(
 ) -> None:
     for distances in pool.run(2, evaluated, seed, config):
         assert max(distances) < 1e-5
+
+
+def mask_gradients(seed: int) -> list[float]:
+    """How far the gradients of learned scores are from those of undivided modules."""
+    import smpar as smp
+    from smpar.nn import DistributedAttentionLayer
+    from smpar.nn.group import TensorGroup
+    from smpar.nn.leaves import divide_leaf
+    from tests.tensor import undivided
+    from tests.tensor.divided import whole_values
+
+    smp.init({"tensor_parallel_degree": 2, "prescaled_batch": True})
+    torch.manual_seed(seed)
+    whole = nn.MultiheadAttention(6, 3, batch_first=True)
+    divided = copy.deepcopy(whole)
+    divide_leaf(divided, TensorGroup.current())
+    o: dict[str, Any] = {"num_attention_heads": 3, "attention_head_size": 2, "hidden_size": 6}
+    layer = DistributedAttentionLayer(**o, attention_dropout_prob=0.0, hidden_dropout_prob=0.0)
+    weights = whole_values(layer)
+    x, scores = torch.randn(2, 5, 6), torch.randn(5, 5, requires_grad=True)
+    pairs = [
+        (lambda m: divided(x, x, x, attn_mask=m)[0], lambda m: whole(x, x, x, attn_mask=m)[0]),
+        (lambda m: layer(x, m[None, None]), lambda m: undivided.attention(weights, o, x, None, m[None, None])),
+    ]
+    distances = []
+    for ours, theirs in pairs:
+        got, want = (torch.autograd.grad(function(scores).square().sum(), scores)[0] for function in (ours, theirs))
+        distances.append(float((got - want).abs().max()))
+    return distances
+
+
+def test_learned_scores_get_the_gradients_of_all_heads(pool: Pool, seed: int) -> None:
+    for distances in pool.run(2, mask_gradients, seed):
+        assert max(distances) < 1e-4
 
 
 def left_whole() -> list[bool]:

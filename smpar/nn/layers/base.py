@@ -136,10 +136,8 @@ class ResidualLayer(DividedLayer):
         normed = hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
         result = in_region(work, normed, self.tensor_group, self.shares is not None)
         result = dropped(result, o.hidden_dropout_prob, self.training)
-        if o.fp32_residual_addition:
-            total = (hidden.float() + result.float()).to(hidden.dtype)
-        else:
-            total = hidden + result
+        total = hidden.float() + result.float() if o.fp32_residual_addition else hidden + result
+        total = total.to(hidden.dtype)
         return total if self.layernorm is None else self.layernorm(total)
 
 
