@@ -13,6 +13,8 @@ from torch import nn
 from smpar.comm.buckets import CommHook, cap_in_bytes
 from smpar.comm.peers import Peers
 from smpar.errors import CommHookError, JoinError, ModelError, NotThroughModel, OutsideOfStep, WrongBackward
+from smpar.nn.distribute import distribute
+from smpar.nn.group import TensorGroup
 from smpar.runtime.core import runtime
 from smpar.runtime.draws import Draws
 from smpar.runtime.partitioning import check_pins
@@ -85,7 +87,7 @@ class DistributedModel(nn.Module):
             check_layers(module, now.config.plan)
         if now.world.device.type == "cuda" and not any(p.is_meta for p in module.parameters()):
             module.to(now.world.device)
-        self.module = module
+        self.module = module = distribute(module, TensorGroup.current())
         self.average_grads = average_grads_across_microbatches
         self.pipeline: Pipeline | None = None
         self.unstepped: Unstepped | None = None
