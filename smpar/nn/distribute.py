@@ -16,9 +16,11 @@ from smpar.comm.peers import Peers
 from smpar.errors import ModelsDiffer, OtherDtype
 from smpar.nn.families import divide_model, family_of, heads_of
 from smpar.nn.group import TensorGroup
+from smpar.nn.leaves import divide_leaf, is_leaf
 from smpar.nn.linears import divide_linear
 from smpar.nn.marks import mark_of
 from smpar.nn.module import DistributedModule
+from smpar.nn.pairs import divide_pair, pairs_in
 from smpar.nn.registry import registration_of, replacement
 from smpar.nn.vocabulary import divide_embedding, divide_head, whole_because
 from smpar.runtime.core import runtime
@@ -114,6 +116,7 @@ class _Walk:
         layers = (
             Rule(lambda m: registration_of(m) is not None, self._replaced),
             Rule(lambda m: family_of(m) is not None, self._model, _input_of),
+            Rule(is_leaf, self._leaf),
         )
         parts = (
             Rule(self._gives_logits, self._head),
@@ -122,6 +125,7 @@ class _Walk:
         )
         root = self._visit(self.root, "", layers, {})
         self._divide_inputs()
+        self._divide_pairs(root)
         return self._visit(root, "", parts, {})
 
     def _visit(
@@ -224,6 +228,24 @@ class _Walk:
     def _model(self, module: nn.Module) -> nn.Module | str:
         self.bases.append(module)
         return divide_model(module, self.group, vocabulary=False)
+
+    def _leaf(self, module: nn.Module) -> nn.Module | str:
+        return divide_leaf(module, self.group) or "it has fewer heads than there are ranks"
+
+    def _divide_pairs(self, module: nn.Module) -> None:
+        """Divide linears that follow upon each other, in a module that is not divided and in those inside it."""
+        if isinstance(module, (DistributedModule, *READ_THEIR_PARTS)):
+            return
+        for pair in pairs_in(module) if mark_of(module).enabled else ():
+            linears = (*pair.columns, pair.rows)
+            enough = pair.rows.in_features >= self.group.size
+            ready = enough and all(mark_of(x).enabled and not isinstance(x, DistributedModule) for x in linears)
+            if ready and not any(self._gives_logits(x) or self._obstacle(x, ()) for x in linears):
+                for linear in linears:
+                    _make_alike(linear)
+                divide_pair(pair, self.group)
+        for child in module.children():
+            self._divide_pairs(child)
 
     def _linear(self, module: nn.Module) -> nn.Module | str:
         assert isinstance(module, nn.Linear)
