@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,8 @@ from smpar.slices import Slicing
 from smpar.trace.draws import sharded
 
 log = logging.getLogger("smpar")
+
+T = TypeVar("T", bound=DistributedModule)
 
 
 def out_dim(linear: nn.Module) -> int:
@@ -49,15 +51,21 @@ def slice_columns(linear: nn.Module, slicing: Slicing, group: TensorGroup) -> No
     _set_size(linear, ("out_features", "nf", "embedding_dim"), slicing.size(group.rank))
 
 
-def slice_rows(linear: nn.Module, slicing: Slicing, group: TensorGroup, inside: bool = False) -> None:
-    """Let a linear take this rank's input features only, and sum the group's results.
+def slice_rows(
+    linear: nn.Module,
+    slicing: Slicing,
+    group: TensorGroup,
+    twin: type[T] = RowLinear,  # type: ignore[assignment]
+    **attributes: Any,
+) -> T:
+    """Let a linear take this rank's input features only, and sum the group's results, as a twin of class ``twin``.
 
     Args:
-        inside: see ``RowLinear``.
+        attributes: the twin's.
     """
     slice_parameter(linear.weight, slicing, group)  # type: ignore[arg-type]
     _set_size(linear, ("in_features", "nx"), slicing.size(group.rank))
-    become(linear, RowLinear, group, inside=inside)
+    return become(linear, twin, group, **attributes)
 
 
 def divide_columns(linear: nn.Module, unit: int, group: TensorGroup) -> Slicing:
@@ -67,9 +75,9 @@ def divide_columns(linear: nn.Module, unit: int, group: TensorGroup) -> Slicing:
     return slicing
 
 
-def divide_rows(linear: nn.Module, unit: int, group: TensorGroup) -> None:
-    """Slice a linear's input features likewise."""
-    slice_rows(linear, Slicing.even(1 - out_dim(linear), in_features(linear), group.size, unit), group)
+def divide_rows(linear: nn.Module, unit: int, group: TensorGroup, twin: type[T] = RowLinear) -> T:  # type: ignore[assignment]
+    """Slice a linear's input features likewise, as ``slice_rows`` does."""
+    return slice_rows(linear, Slicing.even(1 - out_dim(linear), in_features(linear), group.size, unit), group, twin)
 
 
 def _set_size(module: nn.Module, names: tuple[str, ...], size: int) -> None:

@@ -145,7 +145,7 @@ def divide_linears(region: Found, shares: Shares, group: TensorGroup, inside: bo
             continue
         slice_columns(linear, shares.slicing(out_dim(linear), length, blocks), group)
     for linear in region.rows:
-        slice_rows(linear, shares.slicing(1 - out_dim(linear), in_features(linear)), group, inside)
+        slice_rows(linear, shares.slicing(1 - out_dim(linear), in_features(linear)), group, inside=inside)
 
 
 def _divide_experts(region: Found, family: Family, group: TensorGroup) -> None:

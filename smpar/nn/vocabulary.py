@@ -77,11 +77,11 @@ class VocabularyHead(DistributedModule):
 
 
 def _like_whole(local: Tensor, slicing: Slicing) -> Tensor:
-    copies = -(-slicing.length // local.shape[-1])  # more than there are ranks, where this one has less than others
-    return torch.cat([local] * copies, -1)[..., : slicing.length]
+    enough = -(-slicing.length // local.shape[-1])
+    return torch.cat([local] * enough, -1)[..., : slicing.length].contiguous()
 
 
-def _whole_because(module: nn.Module, group: TensorGroup) -> str:
+def whole_because(module: nn.Module, group: TensorGroup) -> str:
     """Why a module's vocabulary stays whole; empty if it does not."""
     slicing = slicing_of(module.weight)  # type: ignore[arg-type]
     rows = int(module.weight.shape[0]) if slicing is None else slicing.length  # type: ignore[union-attr]
@@ -101,7 +101,7 @@ def divide_embedding(module: nn.Embedding, group: TensorGroup, outermost: bool =
     """
     if isinstance(module, DistributedModule):
         return True
-    why = _whole_because(module, group)
+    why = whole_because(module, group)
     if why:
         log.warning("%s(%s) stays whole on each rank: %s", type(module).__name__, module.extra_repr(), why)
         return False
@@ -116,7 +116,7 @@ def divide_head(module: nn.Linear, group: TensorGroup) -> bool:
 
     Its weight may be an embedding's, which then has to be divided before.
     """
-    why = _whole_because(module, group)
+    why = whole_because(module, group)
     if why:
         log.warning("the linear that gives logits stays whole on each rank: %s", why)
         return False
