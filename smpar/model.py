@@ -87,17 +87,21 @@ class DistributedModel(nn.Module):
             check_layers(module, now.config.plan)
         if now.world.device.type == "cuda" and not any(p.is_meta for p in module.parameters()):
             module.to(now.world.device)
+        world = now.world
+        whole, sliced = Peers.along(world, "dp"), Peers.along(world, "rdp")
+        if world.axis_size("tp") > 1:  # so that slices are those of one model; what is made of them follows below
+            with world.guard():
+                broadcast(module_state(module), lambda t: whole if slicing_of(t) is None else sliced, 0)
         self.module = module = distribute(module, TensorGroup.current())
         self.average_grads = average_grads_across_microbatches
         self.pipeline: Pipeline | None = None
         self.unstepped: Unstepped | None = None
         self._pending_state: tuple[Mapping[str, Any], bool] | None = None
-        world = now.world
         self.trained, self.draws = Trained(module), Draws()
         self.circumstances = Circumstances(Structure(module))
         self.reducer = Reducer(
-            Peers.along(world, "dp"),
-            Peers.along(world, "rdp"),
+            whole,
+            sliced,
             cap=cap_in_bytes(bucket_cap_mb),
             overlap=overlapping_allreduce,
             early_views=gradient_as_bucket_view,
