@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import random
 from collections.abc import Callable
@@ -110,11 +111,12 @@ def _leaf(value: Any) -> Any:
 
 
 def _distance(ours: Tensor | None, theirs: Tensor) -> float:
-    """Relative to the largest value, as float32 rounds."""
+    """Relative to the largest value, as float32 rounds; infinite if there is a NaN."""
     assert ours is not None
     assert ours.shape == theirs.shape, (ours.shape, theirs.shape)
     ours, theirs = ours.detach().double(), theirs.detach().double()
-    return float((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1.0))
+    distance = (ours - theirs).abs().max() / theirs.abs().max().clamp(min=1.0)
+    return float(distance.nan_to_num(nan=math.inf))
 
 
 def run_cases(cases: str, seed: int, config: dict[str, Any], dtype: str = "float64") -> dict[str, Errors]:

@@ -94,13 +94,23 @@ def layer_cases(draw: random.Random, ranks: int) -> dict[str, Case]:
             lambda module, *given: module(given)[0],
         )
 
+    def seen(rows: int) -> Tensor:
+        return torch.where(mask(rows)[:, 0, 0] == 0, 1, 0)
+
     def model(**more: Any) -> Case:
+        """Of a mask of ones and zeros."""
         o = {**sizes, "add_lm_head": False, **more}
-        return Case(
-            lambda: nn.DistributedTransformerLMHead(**o),
-            lambda w, *given: undivided.hidden_states(w, o, *given),
-            lambda rows: [ids(rows), mask(rows), ids(rows, 3) if o.get("num_token_types") else None],
-        )
+
+        def truth(w: dict[str, Tensor], x: Tensor, seen: Tensor, types: Tensor | None, *others: Any) -> Tensor:
+            scores = (seen[:, None, None] - 1.0) * 1e4
+            more = (others[1], scores, others[2]) if o.get("add_cross_attention") else (scores,)
+            return undivided.hidden_states(w, o, x, types, *more)
+
+        def inputs(rows: int) -> list[Any]:
+            given = [ids(rows), seen(rows), ids(rows, 3) if o.get("num_token_types") else None, None]
+            return [*given, states(rows), mask(rows, other)] if o.get("add_cross_attention") else given
+
+        return Case(lambda: nn.DistributedTransformerLMHead(**o), truth, inputs)
 
     def language(told: bool, **more: Any) -> Case:
         o = {**sizes, **more}
@@ -117,7 +127,10 @@ def layer_cases(draw: random.Random, ranks: int) -> dict[str, Case]:
             return module(x, None, None, None, labels)[0].expand(len(x)) if told else module(x) * 1.0
 
         def inputs(rows: int) -> list[Any]:
-            return [ids(rows), ids(rows).masked_fill(torch.rand(rows, length) < 0.3, -100)]
+            return [
+                ids(rows),
+                ids(rows).masked_fill((torch.rand(rows, length) < 0.3) & (torch.arange(length) > 1), -100),
+            ]
 
         return Case(lambda: nn.DistributedTransformerLMHead(**o), truth, inputs, call)
 
@@ -150,6 +163,7 @@ def layer_cases(draw: random.Random, ranks: int) -> dict[str, Case]:
         "stack, with others": layer(nn.DistributedTransformer, undivided.transformer, add_cross_attention=True),
         "model": model(num_token_types=3),
         "model, causal": model(**gpt),
+        "model, with others": model(add_cross_attention=True),
         "language model": language(True, **gpt),
         "language model, words left out": language(True, tie_input_output_embedding=False),
         "language model, logits": language(False, pre_layernorm=True),

@@ -40,7 +40,7 @@ def leaf_cases(draw: random.Random, ranks: int) -> dict[str, Case]:
         return torch.randn(rows, length, width)
 
     def hidden_keys(rows: int, length: int = length) -> Tensor:
-        return torch.rand(rows, length) < 0.3
+        return (torch.rand(rows, length) < 0.3) & (torch.arange(length) > 0)
 
     def attention(**more: Any) -> nn.Module:
         return nn.MultiheadAttention(width, heads, batch_first=True, **more)
@@ -109,7 +109,7 @@ def leaf_cases(draw: random.Random, ranks: int) -> dict[str, Case]:
         "encoder layer": case(lambda: encoder(**layer, batch_first=True), lambda rows: [state(rows)], encoded),
         "encoder layer, norm first, sequence first": case(
             lambda: encoder(**layer, norm_first=True, activation="gelu"),
-            lambda rows: [state(rows), hidden_keys(rows) & (torch.arange(length) > 0)],
+            lambda rows: [state(rows), hidden_keys(rows)],
             turned(lambda m, x, hidden: m(x, src_key_padding_mask=hidden)),
         ),
         "encoder layer, whole": case(

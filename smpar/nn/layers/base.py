@@ -136,8 +136,8 @@ class ResidualLayer(DividedLayer):
         normed = hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
         result = in_region(work, normed, self.tensor_group, self.shares is not None)
         result = dropped(result, o.hidden_dropout_prob, self.training)
-        total = hidden.float() + result.float() if o.fp32_residual_addition else hidden + result
-        total = total.to(hidden.dtype)
+        wide = torch.promote_types(hidden.dtype, torch.float32) if o.fp32_residual_addition else hidden.dtype
+        total = (hidden.to(wide) + result.to(wide)).to(hidden.dtype)
         return total if self.layernorm is None else self.layernorm(total)
 
 

@@ -13,6 +13,8 @@ from smpar.nn.layers.norm import norm_of
 from smpar.nn.layers.transformer import DistributedTransformer
 from smpar.nn.vocabulary import divide_embedding, divide_head
 
+LEFT_OUT = -1e4  # a score that float16 has, and of which a sample with nothing to attend to makes no NaN
+
 
 class DistributedTransformerLMHead(DividedLayer):
     """(input_ids, attention_mask, token_type_ids, position_ids, labels) -> logits [N, S, V], or (loss, logits).
@@ -88,4 +90,4 @@ def _additive(mask: Tensor | None) -> Tensor | None:
     """[N, S] of ones and zeros as [N, 1, 1, S] to be added; other masks as they are."""
     if mask is None or mask.dim() != 2:
         return mask
-    return torch.zeros(mask.shape, device=mask.device).masked_fill(mask == 0, float("-inf"))[:, None, None]
+    return torch.zeros(mask.shape, device=mask.device).masked_fill(mask == 0, LEFT_OUT)[:, None, None]
