@@ -83,7 +83,8 @@ def _like_whole(local: Tensor, slicing: Slicing) -> Tensor:
 
 def whole_because(module: nn.Module, group: TensorGroup) -> str:
     """Why a module's vocabulary stays whole; empty if it does not."""
-    rows = int(module.weight.shape[0])  # type: ignore[union-attr]
+    slicing = slicing_of(module.weight)  # type: ignore[arg-type]
+    rows = int(module.weight.shape[0]) if slicing is None else slicing.length  # type: ignore[index]
     if rows < group.size:
         return f"it has {rows} rows for {group.size} ranks"
     for name in ("max_norm", "scale_grad_by_freq", "sparse"):
