@@ -194,7 +194,7 @@ class _Walk:
     def _divide_inputs(self) -> None:
         """Divide the embeddings of divided models, unless models that are whole use them, too."""
         within = {part for base in self.bases for part in base.modules()}
-        for embedding in {part for base in self.bases for part in _input_of(base)}:
+        for embedding in dict.fromkeys(part for base in self.bases for part in _input_of(base)):
             users = (part for part in self.root.modules() if embedding in _input_of(part))
             if self._vocabulary_divides(embedding.weight) and all(user in within for user in users):
                 for owner in self.owners[embedding.weight]:
