@@ -27,7 +27,7 @@ from smpar.nn.vocabulary import divide_embedding, divide_head, whole_because
 from smpar.runtime.core import runtime
 from smpar.runtime.partitioning import pins_of, set_partition
 from smpar.runtime.replicas import broadcast, module_state
-from smpar.slices import slicing_of
+from smpar.slices import slicing_of, whole_shape
 
 log = logging.getLogger("smpar")
 
@@ -67,7 +67,7 @@ def _check_alike(module: nn.Module) -> None:
     """Raise ModelsDiffer unless all ranks have the same modules, asked for alike, with parameters of the same kinds."""
     mine = [
         f"{name or '(model)'}: {type(part).__name__}, {'' if mark_of(part).enabled else 'not '}asked for, with "
-        + ", ".join(f"{n} {list(p.shape)} {p.dtype}" for n, p in part.named_parameters(recurse=False))
+        + ", ".join(f"{n} {list(whole_shape(p))} {p.dtype}" for n, p in part.named_parameters(recurse=False))
         for name, part in module.named_modules()
     ]
     digest = hashlib.sha256("\n".join(mine).encode()).hexdigest()
