@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
 import logging
 import os
 import random
+import runpy
+import sys
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.harness import Pool
+from tests.harness import ROOT, Pool
 
 Call = Callable[[Any, torch.Generator], Tensor]  # (model, generator) -> loss of a drawn batch
 Build = Callable[[random.Random], tuple[nn.Module, Call]]
@@ -157,6 +161,26 @@ def t5(draw: random.Random) -> tuple[nn.Module, Call]:
     return T5ForConditionalGeneration(config), call
 
 
+def example() -> Any:
+    """The names in examples/new_family.py."""
+    return SimpleNamespace(**runpy.run_path(str(ROOT / "examples" / "new_family.py"), run_name="example"))
+
+
+def rook(draw: random.Random) -> tuple[nn.Module, Call]:
+    vocabulary, heads = draw.randint(11, 17), draw.randint(2, 5)
+    model = example().RookForPrediction(vocabulary, 4 * heads, heads, draw.randint(5, 11))
+    return model, lambda m, generator: next_token_loss(m, vocabulary, generator)
+
+
+def rook_with_a_whole_embedding(draw: random.Random) -> tuple[nn.Module, Call]:
+    import smpar as smp
+
+    made = rook(draw)
+    plan = {name: style for name, style in example().ROOK.plan.items() if name != "embed"}
+    smp.nn.register_family("Rook", smp.nn.Family(plan, counts=("heads",)))
+    return made
+
+
 def everything(smp: Any, model: Any) -> None:
     smp.set_tensor_parallelism(model)
 
@@ -192,6 +216,8 @@ CASES: dict[str, tuple[Build, Callable[[Any, Any], None], dict[str, str]]] = {
     ),
     "gpt2": (gpt2, everything, {"transformer": "Outermost", "lm_head": "VocabularyHead"}),
     "gpt2 without head": (gpt2, only("transformer"), {"transformer": "Outermost"}),
+    "new family": (rook, everything, {"model": "Outermost", "head": "VocabularyHead"}),
+    "new family, embedding whole": (rook_with_a_whole_embedding, everything, {"model": "Outermost"}),
     "t5 encoder": (t5, only("encoder"), {"encoder": "Outermost"}),
 }  # fmt: skip
 
@@ -277,6 +303,21 @@ def test_what_is_asked_for_is_divided_and_computes_the_same(pool: Pool, seed: in
     config = {"prescaled_batch": prescaled, "optimize": random.Random(seed).choice(["speed", "memory"])}
     for found in pool.run(2, run_cases, seed, config, timeout=120.0):
         assert found == {name: twins for name, (_, _, twins) in CASES.items()}
+
+
+def run_example() -> list[float]:
+    out = io.StringIO()
+    sys.argv = ["new_family.py", "--steps", "21"]
+    with contextlib.redirect_stdout(out):
+        runpy.run_path(str(ROOT / "examples" / "new_family.py"), run_name="__main__")
+    return [float(line.split()[3]) for line in out.getvalue().splitlines() if line.startswith("step")]
+
+
+def test_the_example_of_a_new_family_learns(pool: Pool) -> None:
+    losses, others = pool.run(2, run_example)
+    assert len(losses) == 3
+    assert losses[-1] < losses[0] / 2
+    assert not others  # rank 0 prints
 
 
 # -- contexts --------------------------------------------------------------------------------------------------------
