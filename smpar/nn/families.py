@@ -14,6 +14,7 @@ from smpar.nn.family import Family, divide, matching
 from smpar.nn.group import TensorGroup
 from smpar.nn.module import become
 from smpar.nn.twins import Outermost, Places
+from smpar.nn.vocabulary import divide_embedding
 
 _BERT = Family(
     {
@@ -127,6 +128,9 @@ def divide_model(module: nn.Module, group: TensorGroup) -> nn.Module:
     if family is None:
         raise LookupError(f"no family for a {type(module).__name__}: smpar.nn.families.register_family")
     divide(module, family, group)
+    embedding = getattr(module, "get_input_embeddings", lambda: None)()
+    if isinstance(embedding, nn.Embedding):
+        divide_embedding(embedding, group)
     return become(module, Outermost, group, places=Places(module.forward))
 
 

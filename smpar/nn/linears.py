@@ -73,7 +73,7 @@ def whole_features(part: Tensor, slicing: Slicing, group: TensorGroup, dim: int 
     """The features of all ranks, of which each holds one run, along ``dim``; all ranks work on them alike."""
     dim %= part.dim()
     sizes = [slicing.size(rank) for rank in range(group.size)]
-    even = collectives.whole(_padded(part, max(sizes), dim), group, dim)
+    even = collectives.whole(padded(part, max(sizes), dim), group, dim)
     if len(set(sizes)) == 1:
         return even
     return torch.cat([even.narrow(dim, rank * max(sizes), size) for rank, size in enumerate(sizes)], dim)
@@ -82,11 +82,12 @@ def whole_features(part: Tensor, slicing: Slicing, group: TensorGroup, dim: int 
 def own_features(whole: Tensor, slicing: Slicing, group: TensorGroup) -> Tensor:
     """This rank's run of features along the last dim of what all ranks hold."""
     sizes = [slicing.size(rank) for rank in range(group.size)]
-    even = torch.cat([_padded(part, max(sizes), whole.dim() - 1) for part in whole.split(sizes, -1)], -1)
+    even = torch.cat([padded(part, max(sizes), whole.dim() - 1) for part in whole.split(sizes, -1)], -1)
     return collectives.take(even, group, whole.dim() - 1)[..., : sizes[group.rank]]
 
 
-def _padded(tensor: Tensor, length: int, dim: int) -> Tensor:
+def padded(tensor: Tensor, length: int, dim: int) -> Tensor:
+    """The tensor with zeros behind it, up to a length along ``dim``."""
     short = length - tensor.shape[dim]
     return F.pad(tensor, [0, 0] * (tensor.dim() - 1 - dim) + [0, short]) if short else tensor
 

@@ -6,7 +6,7 @@ submodules and the names in its state stay.
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
@@ -22,9 +22,11 @@ class DistributedModule(nn.Module):
 
     Attributes:
         tensor_group: that group.
+        replaces: a twin of one class of torch's derives from that class: subclasses call it as they called that.
     """
 
     tensor_group: TensorGroup
+    replaces: ClassVar[type[nn.Module] | None] = None
 
     @property
     def distributed(self) -> bool:
@@ -45,7 +47,9 @@ def become(module: nn.Module, twin: type[T], group: TensorGroup, **attributes: A
     made = _classes.get((twin, cls))
     if made is None:
         body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-        made = _classes[twin, cls] = type(cls.__name__, (twin, cls), body)
+        below = twin.replaces is not None and cls is not twin.replaces
+        bases = (cls, twin) if below else (twin, cls)
+        made = _classes[twin, cls] = type(cls.__name__, bases, body)
     module.__class__ = made
     for name, value in {"tensor_group": group, **attributes}.items():
         setattr(module, name, value)

@@ -4,31 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from smpar.nn import collectives
 from smpar.nn.group import TensorGroup
-from smpar.nn.module import DistributedModule, become, slice_parameter
-from smpar.nn.twins import joined, own_rows
-from smpar.slices import Slicing
-
-
-class VocabularyEmbedding(DistributedModule):
-    outermost: bool = True
-
-    def forward(self, ids: Tensor) -> Tensor:
-        group = self.tensor_group
-        join = self.outermost and group.joined
-        rows = ids.shape[0]
-        if join:
-            ids = joined(ids, group)
-        slicing = Slicing.even(0, self.num_embeddings, group.size)
-        start, stop = slicing.runs[group.rank][0]
-        other = (ids < start) | (ids >= stop)
-        part = nn.functional.embedding((ids - start).masked_fill(other, 0), self.weight)
-        total = collectives.reduce(part.masked_fill(other.unsqueeze(-1), 0.0), group)
-        return own_rows(total, group, rows) if join else total
+from smpar.nn.vocabulary import divide_embedding
 
 
 class DistributedEmbedding(nn.Embedding):
@@ -45,5 +24,4 @@ class DistributedEmbedding(nn.Embedding):
         super().__init__(num_embeddings, embedding_dim, padding_idx, **others)
         group = TensorGroup.current()
         if group.size > 1:
-            slice_parameter(self.weight, Slicing.even(0, num_embeddings, group.size), group)
-            become(self, VocabularyEmbedding, group)
+            divide_embedding(self, group, outermost=True)

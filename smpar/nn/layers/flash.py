@@ -50,7 +50,12 @@ class FlashAttentionLayer(nn.Module):
         self.divisor = layer_idx + 1 if scale_attn_by_layer_idx else 1
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, causal: bool | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        causal: bool | None = None,
     ) -> Tensor:
         """[N, heads, S, D] three times -> [N, heads, S, D].
 

@@ -1,0 +1,137 @@
+"""The twins that hold some rows of a vocabulary: the embedding, and the linear that gives logits.
+
+Both may share their weight, which then is sliced once. (arXiv 1909.08053, section 3.)
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from smpar.nn import collectives
+from smpar.nn.group import TensorGroup
+from smpar.nn.linears import divide_columns
+from smpar.nn.logits import VocabularySlice, shared
+from smpar.nn.module import DistributedModule, become, slice_parameter
+from smpar.nn.twins import joined, own_rows
+from smpar.slices import Slicing, slicing_of
+
+log = logging.getLogger("smpar")
+
+
+class VocabularyEmbedding(DistributedModule, nn.Embedding):
+    """ids [...] -> [..., H]: each rank looks up the ids that it has rows of, and the results are summed.
+
+    Attributes:
+        outermost: whether it joins samples.
+    """
+
+    replaces = nn.Embedding
+    slicing: Slicing
+    outermost: bool = False
+
+    def forward(self, ids: Tensor) -> Tensor:
+        group = self.tensor_group
+        if not self.distributed:
+            return super().forward(ids)
+        if self.outermost and group.joined:
+            return own_rows(self._looked_up(joined(ids, group)), group, ids.shape[0])  # type: ignore[no-any-return]
+        return self._looked_up(ids)
+
+    def _looked_up(self, ids: Tensor) -> Tensor:
+        group = self.tensor_group
+        ((start, stop),) = self.slicing.runs[group.rank]
+        elsewhere = (ids < start) | (ids >= stop)
+        padding = self.padding_idx
+        mine = None if padding is None or not start <= padding < stop else padding - start
+        found = F.embedding((ids - start).masked_fill(elsewhere, 0), self.weight, mine)
+        return collectives.reduce(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), group)
+
+
+class VocabularyHead(DistributedModule):
+    """The linear that gives logits: hidden [N, S, H], whole -> `VocabularySlice` [N, S, V].
+
+    Outside of training, where no gradients are asked for, it gives the whole logits.
+    """
+
+    slicing: Slicing
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        group = self.tensor_group
+        if not self.distributed:
+            return super().forward(hidden)  # type: ignore[no-any-return,misc]
+        if group.joined:
+            local = super().forward(collectives.gather(shared(hidden, group, entry=True), group, 0))  # type: ignore[misc]
+        else:
+            local = super().forward(collectives.copy(hidden, group))  # type: ignore[misc]
+        if isinstance(hidden, FakeTensor) or hidden.device.type == "meta":
+            return _like_whole(local[: hidden.shape[0]], self.slicing)
+        parts = local.chunk(group.size) if group.joined else (local,)
+        logits = VocabularySlice(tuple(parts), self.slicing, group, local.dim() - 1)
+        return logits if torch.is_grad_enabled() else logits.smp_whole()
+
+
+def _like_whole(local: Tensor, slicing: Slicing) -> Tensor:
+    return torch.cat([local] * len(slicing.runs), -1)[..., : slicing.length]
+
+
+def _whole_because(module: nn.Module, group: TensorGroup) -> str:
+    """Why a module's vocabulary stays whole; empty if it does not."""
+    rows = int(module.weight.shape[0])  # type: ignore[union-attr]
+    if rows < group.size:
+        return f"it has {rows} rows for {group.size} ranks"
+    for name in ("max_norm", "scale_grad_by_freq", "sparse"):
+        if getattr(module, name, None):
+            return f"it has {name}"
+    return ""
+
+
+def divide_embedding(module: nn.Embedding, group: TensorGroup, outermost: bool = False) -> bool:
+    """Divide an embedding's rows among the group, in place; False if it stays whole, which the log says.
+
+    Args:
+        outermost: whether it is not inside another twin.
+    """
+    if isinstance(module, DistributedModule):
+        return True
+    why = _whole_because(module, group)
+    if why:
+        log.warning("%s(%s) stays whole on each rank: %s", type(module).__name__, module.extra_repr(), why)
+        return False
+    slicing = Slicing.even(0, module.num_embeddings, group.size)
+    slice_parameter(module.weight, slicing, group)
+    become(module, VocabularyEmbedding, group, slicing=slicing, outermost=outermost)
+    return True
+
+
+def divide_head(module: nn.Linear, group: TensorGroup) -> bool:
+    """Divide the rows of the linear that gives logits, in place; False if it stays whole, which the log says.
+
+    Its weight may be an embedding's, which then has to be divided before.
+    """
+    why = _whole_because(module, group)
+    if why:
+        log.warning("the linear that gives logits stays whole on each rank: %s", why)
+        return False
+    slicing = slicing_of(module.weight)
+    if slicing is None:
+        slicing = divide_columns(module, 1, group)
+    else:
+        module.out_features = slicing.size(group.rank)
+        if module.bias is not None:
+            slice_parameter(module.bias, slicing, group)
+    become(module, VocabularyHead, group, slicing=slicing)
+    return True
+
+
+def tied_elsewhere(weight: Any, root: nn.Module, owners: tuple[nn.Module, ...]) -> str:
+    """The name of a module in ``root``, not among ``owners``, that has the parameter; empty if there is none."""
+    for name, module in root.named_modules():
+        if module not in owners and any(p is weight for p in module._parameters.values()):
+            return name or type(module).__name__
+    return ""
