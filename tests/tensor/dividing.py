@@ -18,14 +18,18 @@ Call = Callable[[nn.Module, dict[str, Any]], Tensor]
 
 
 def divided(model: nn.Module) -> nn.Module:
-    """The model with its base models divided, in place."""
-    from smpar.nn.families import divide_model, family_of
+    """The model with its base models divided, and the linear that gives logits, in place."""
+    from smpar.nn.families import divide_model, family_of, heads_of
     from smpar.nn.group import TensorGroup
+    from smpar.nn.vocabulary import divide_head
 
     found = [m for m in model.modules() if family_of(m) is not None]
     assert found
     for base in found:
         divide_model(base, TensorGroup.current())
+    head = heads_of(model)
+    if head is not None:
+        divide_head(head, TensorGroup.current())
     return model
 
 
