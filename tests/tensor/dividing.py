@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.tensor.family_models import ROUTED, Sizes, inputs_of, made
@@ -47,9 +48,17 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def loss_of(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-    loss: Tensor = model(**inputs).loss
-    return loss
+def loss_of(model: nn.Module, inputs: dict[str, Any], result: Any = None) -> Tensor:
+    """Cross entropy in the model's dtype (transformers' own is in float32), and what its experts add.
+
+    Args:
+        result: of the model, where it has run.
+    """
+    given = {k: v for k, v in inputs.items() if k != "labels"}
+    result = model(**given) if result is None else result
+    logits, labels = result.logits, inputs["labels"]
+    loss = F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
+    return loss if getattr(result, "aux_loss", None) is None else loss + 0.5 * result.aux_loss
 
 
 def compare(
@@ -82,7 +91,7 @@ def compare(
     loss, want = call(model, inputs), call(whole, theirs)
     loss.backward()
     want.backward()
-    single = loss.dtype == torch.float32
+    single = torch.get_default_dtype() == torch.float32
     tolerance = 1e-4 if single else 1e-6 if name in ROUTED else 1e-9
 
     def check(got: Tensor | None, wanted: Tensor | None, what: str) -> None:

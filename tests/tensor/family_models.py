@@ -167,6 +167,7 @@ def inputs_of(name: str, seed: int, sizes: Sizes, samples: int, embedded: bool =
     given: dict[str, Tensor] = {"attention_mask": mask}
     if name in ("t5", "bart"):
         labels = torch.randint(1, v, (n, 3), generator=draw)
+        given["decoder_input_ids"] = torch.randint(1, v, (n, 3), generator=draw)
     if embedded:
         hidden = torch.randn(n, s, width, generator=draw, dtype=torch.get_default_dtype())
         given["inputs_embeds"] = hidden.requires_grad_()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 pytest.importorskip("transformers")
 
 from tests.harness import Pool
-from tests.tensor.dividing import compare, divided
+from tests.tensor.dividing import compare, divided, loss_of
 from tests.tensor.family_models import NAMED, PLANNED, Sizes, inputs_of, made
 
 MODES = {
@@ -91,24 +90,30 @@ def test_fewer_heads_than_ranks_stay_whole(pool: Pool, seed: int, mode: str) -> 
 # ---- uses of a model -------------------------------------------------------------------------------------------
 
 
-def with_all_outputs(model: nn.Module, inputs: dict[str, Any], **options: Any) -> Tensor:
-    """A loss of all that a model gives, each number with a weight of its own."""
-    result = model(**inputs, output_hidden_states=True, output_attentions=True, **options)
-    values = result if isinstance(result, tuple) else result.to_tuple()
-    loss = values[0]
-    for value in values[1:]:
-        for tensor in value if isinstance(value, tuple) else (value,):
-            if isinstance(tensor, Tensor) and tensor.is_floating_point():
-                weights = torch.arange(tensor.numel(), dtype=tensor.dtype).cos().view(tensor.shape)
-                loss = loss + (tensor * weights).mean()
-    return loss
+def weighed(value: Any) -> Tensor:
+    """A sum over all numbers in it, each with a weight of its own."""
+    if isinstance(value, (tuple, list)):
+        return sum((weighed(v) for v in value), torch.zeros(()))
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return torch.zeros(())
+    return (value * torch.arange(value.numel(), dtype=value.dtype).cos().view(value.shape)).mean()
+
+
+def with_all_outputs(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+    given = {k: v for k, v in inputs.items() if k != "labels"}
+    result = model(**given, output_hidden_states=True, output_attentions=True)
+    return loss_of(model, inputs, result) + weighed(result.to_tuple())
+
+
+def as_a_tuple(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+    given = {k: v for k, v in inputs.items() if k != "labels"}
+    return weighed(model(**given, output_hidden_states=True, output_attentions=True, return_dict=False))
 
 
 def with_encoder(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
     """A decoder's loss, given states of an encoder."""
     states = torch.arange(2 * 5 * model.config.hidden_size).cos().view(2, 5, -1)  # type: ignore[union-attr]
-    loss: Tensor = model(**inputs, encoder_hidden_states=states.to(torch.float64), use_cache=False).loss
-    return loss
+    return loss_of(model, {**inputs, "encoder_hidden_states": states.double(), "use_cache": False})
 
 
 USES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
@@ -118,7 +123,7 @@ USES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     ),
     "outputs as a tuple": (
         ("gpt2", "bert"),
-        {"call": functools.partial(with_all_outputs, return_dict=False), "attention": "eager"},
+        {"call": as_a_tuple, "attention": "eager"},
     ),
     "checkpointing of layers": (
         ("gpt2", "t5", "bart", "mixtral"),
@@ -174,7 +179,7 @@ def counted(name: str, seed: int, layers: int) -> Counter[str]:
     sizes = Sizes.draw(random.Random(seed), 2, layers)
     model = divided(made(name, seed, sizes))
     with collectives.counting() as counter:
-        model(**inputs_of(name, seed, sizes, 2))
+        loss_of(model, inputs_of(name, seed, sizes, 2))
     del counter["bytes"]
     return counter
 
@@ -228,7 +233,7 @@ def dropped(name: str, seed: int, mode: str) -> tuple[float, list[Tensor], list[
         model = divided(made(name, seed, sizes))
         draws.seed_generators(seed)
         with Masks() as masks, draws.SeedMode():
-            loss = model(**inputs_of(name, seed, sizes, 4)).loss
+            loss = loss_of(model, inputs_of(name, seed, sizes, 4))
     return float(loss.detach()), masks.alike, masks.own
 
 
