@@ -13,7 +13,8 @@ Each is linear, and its backward is its transpose, given how its input and outpu
     all_to_all       all-to-all        all-to-all        slices of one dim -> slices of another
 
 (Megatron-LM, arXiv 1909.08053, section 3; sequence parallelism, arXiv 2205.05198, section 4.2.) Under fake tensors
-they give shapes and do not communicate.
+they give shapes and do not communicate, but tell who watches what they and their backwards would move. In a group
+without processes a rank is alone: it takes its own slice for those of the others.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from smpar.nn.group import TensorGroup
+from smpar.trace.watch import tell
 
 _CPU = torch.device("cpu")
 _TAG = 0x7E45  # of the messages between pairs
@@ -55,7 +57,18 @@ def _count(name: str, sent: int) -> None:
 
 
 def _real(tensor: Tensor, group: TensorGroup) -> bool:
-    return group.size > 1 and not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
+    return group.group is not None and not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
+
+
+def _tell(tensor: Tensor, group: TensorGroup, share: float, late: bool = False) -> None:
+    """Tell who watches of a collective as so many all-reduces of the tensor; ``late``: in the backward."""
+    if group.size > 1 and isinstance(tensor, FakeTensor):
+        tell(share * tensor.numel() * tensor.element_size(), late)
+
+
+def will_gather(part: Tensor, group: TensorGroup) -> None:
+    """Tell who watches that a backward gathers the slices."""
+    _tell(part, group, 0.5 * group.size, late=True)
 
 
 def _processes(group: TensorGroup) -> dist.ProcessGroup:
@@ -112,6 +125,7 @@ def all_reduced(tensor: Tensor, group: TensorGroup, own: bool = False) -> Tensor
         own: the result may take the place of ``tensor``.
     """
     if not _real(tensor, group):
+        _tell(tensor, group, 1.0)
         return tensor if own else tensor.clone()
     to_others = (group.size - 1) * tensor.nbytes
     if _direct(tensor) and to_others <= _SMALL:
@@ -127,20 +141,21 @@ def all_reduced(tensor: Tensor, group: TensorGroup, own: bool = False) -> Tensor
 def all_max(tensor: Tensor, group: TensorGroup) -> Tensor:
     """The greatest values over the group, without gradient."""
     if not _real(tensor, group):
+        _tell(tensor, group, 1.0)
         return tensor.clone()
     greatest = tensor.clone(memory_format=torch.contiguous_format)
-    _count("all_reduce", greatest)
+    _count("all_reduce", 2 * (group.size - 1) * tensor.nbytes // group.size)
     _processes(group).allreduce([greatest], dist.ReduceOp.MAX).wait()
     return greatest
 
 
 def all_gathered(tensor: Tensor, group: TensorGroup, dim: int) -> Tensor:
     """All ranks' slices, joined along ``dim``, without gradient."""
-    shape = list(tensor.shape)
     if not _real(tensor, group):
-        shape[dim] *= group.size
-        return tensor.new_empty(shape)
+        _tell(tensor, group, 0.5 * group.size)
+        return torch.cat([tensor] * group.size, dim)
     tensor = tensor.contiguous()
+    shape = list(tensor.shape)
     _count("all_gather", (group.size - 1) * tensor.nbytes)
     if not _direct(tensor):
         flat = tensor.new_empty([group.size * shape[0], *shape[1:]])
@@ -163,7 +178,8 @@ def reduce_scattered(tensor: Tensor, group: TensorGroup, dim: int) -> Tensor:
     shape = list(tensor.shape)
     shape[dim] //= group.size
     if not _real(tensor, group):
-        return tensor.new_empty(shape)
+        _tell(tensor, group, 0.5)
+        return tensor.narrow(dim, 0, shape[dim]).clone()
     _count("reduce_scatter", (group.size - 1) * tensor.nbytes // group.size)
     if _direct(tensor):
         return _total(_from_others(tensor.chunk(group.size, dim), group))
@@ -184,6 +200,7 @@ class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
         ctx.group = group
+        _tell(x, group, 1.0, late=True)
         return x.view_as(x)
 
     @staticmethod
@@ -205,6 +222,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: TensorGroup, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
+        _tell(x, group, 0.5 * group.size, late=True)
         return all_gathered(x, group, dim)
 
     @staticmethod
@@ -216,6 +234,7 @@ class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: TensorGroup, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
+        _tell(x, group, 0.5, late=True)
         return reduce_scattered(x, group, dim)
 
     @staticmethod
@@ -227,6 +246,7 @@ class _Take(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: TensorGroup, dim: int, scale: float) -> Tensor:
         ctx.group, ctx.dim, ctx.scale = group, dim, scale
+        _tell(x, group, 0.5, late=True)
         return sliced_of(x, group, dim)
 
     @staticmethod
@@ -262,6 +282,7 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: TensorGroup, split: int, join: int) -> Tensor:
         ctx.group, ctx.split, ctx.join = group, split, join
+        _tell(x, group, 0.5, late=True)
         return exchanged(x, group, split, join)
 
     @staticmethod
@@ -273,6 +294,7 @@ def exchanged(tensor: Tensor, group: TensorGroup, split: int, join: int) -> Tens
     """Give each rank its slice along ``split``, and join what comes along ``join``; without gradient."""
     parts = tensor.chunk(group.size, split)
     if not _real(tensor, group):
+        _tell(tensor, group, 0.5)
         return torch.cat(parts, join)
     _count("all_to_all", (group.size - 1) * tensor.nbytes // group.size)
     if _direct(tensor):

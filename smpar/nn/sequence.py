@@ -94,10 +94,17 @@ def entered(hidden: Tensor, group: TensorGroup) -> Iterator[Tensor]:
 
 
 class Regather:
-    """Keeps a slice where autograd would keep the gathered tensor, or views of it."""
+    """Keeps a slice where autograd would keep the gathered tensor, or views of it.
+
+    What it keeps goes through the hooks around it, if there are any: those of a checkpoint or an offload, too.
+    """
 
     def __init__(self, part: Tensor, whole: Tensor, group: TensorGroup) -> None:
-        self._part, self._group, self._length = part, group, whole.shape[1]
+        self._group, self._length = group, whole.shape[1]
+        hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        self._around, self._back = hooks or (_same, _same)
+        self._part: Any = part
+        self._kept: Any = None  # the slice, as the hooks around keep it
         self._storage, self._version = whole.untyped_storage()._cdata, whole._version
         self._packed = 0  # tensors that are kept as the slice, and were not asked for since
         self._gathered: Tensor | None = None
@@ -105,19 +112,27 @@ class Regather:
     def pack(self, tensor: Tensor) -> Any:
         """What is kept for a tensor."""
         if tensor.untyped_storage()._cdata != self._storage or tensor._version != self._version:
-            return tensor
+            return None, self._around(tensor)
+        if self._part is not None:
+            collectives.will_gather(self._part, self._group)
+            self._kept, self._part = self._around(self._part), None
         self._packed += 1
-        return tensor.shape, tensor.stride(), tensor.storage_offset()
+        return (tensor.shape, tensor.stride(), tensor.storage_offset()), None
 
     def unpack(self, kept: Any) -> Tensor:
         """The tensor, of what was kept."""
-        if isinstance(kept, Tensor):
-            return kept
+        view, other = kept
+        if view is None:
+            return self._back(other)  # type: ignore[no-any-return]
         if self._gathered is None:
-            gathered = collectives.all_gathered(self._part, self._group, 1)
+            gathered = collectives.all_gathered(self._back(self._kept), self._group, 1)
             self._gathered = gathered[:, : self._length].contiguous()
-        tensor = self._gathered.as_strided(*kept)
+        tensor = self._gathered.as_strided(*view)
         self._packed -= 1
         if self._packed <= 0:  # the last one: nobody asks again, unless the graph is kept
             self._gathered = None
         return tensor
+
+
+def _same(kept: Any) -> Any:
+    return kept

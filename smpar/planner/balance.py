@@ -103,19 +103,18 @@ class Balancer:
         key = strategy.tp, size, again, shards
         found = self._layers.get(key)
         if found is None:
-            runtime, profile = model.runtime, model.profile
+            runtime, profile, flow = model.runtime, model.profile, model.flow(strategy.tp)
             state = runtime.weight + runtime.gradient + runtime.optimizer / shards
             found = self._layers[key] = Layers(
                 [model.layer_seconds(name, strategy.tp, size, again) for name in self._types(strategy.tp)],
                 [
-                    model.flow.parameters_of(i, i + 1, strategy.tp) * state
-                    + max(0.0, layer.transient - model.flow.usual_transient) * size / strategy.tp
-                    for i, layer in enumerate(profile.layers)
+                    flow.parameters_of(i, i + 1) * state + max(0.0, transient - flow.usual_transient) * size
+                    for i, transient in enumerate(flow.transient)
                 ],
-                [model.flow.saved_of(i, i + 1, strategy.tp) * size for i in range(profile.size)],
+                [flow.saved_of(i, i + 1) * size for i in range(profile.size)],
                 [
-                    Tensor(t.source, after, t.elements * (1 + t.gradient) * runtime.message * size)
-                    for t in profile.tensors
+                    Tensor(t.source, after, elements * (1 + t.gradient) * runtime.message * size)
+                    for t, elements in zip(profile.tensors, flow.elements, strict=True)
                     if (after := tuple(i for i in t.targets if i > t.source))
                 ],
             )
@@ -127,8 +126,9 @@ class Balancer:
     def _places(self, strategy: Strategy, net: Network, slack: float = 1.0, links: bool = False) -> list[Place]:
         model, ranks = self.model, strategy.ranks
         names = self._types(strategy.tp)
-        transient = model.flow.usual_transient * strategy.microbatch / strategy.tp
-        kept = model.flow.mean_boundary * model.runtime.message * strategy.microbatch
+        flow = model.flow(strategy.tp)
+        transient = flow.usual_transient * strategy.microbatch
+        kept = flow.mean_boundary * model.runtime.message * strategy.microbatch
         places = []
         for stage, rank in enumerate(ranks):
             way = FREE

@@ -13,23 +13,21 @@ from __future__ import annotations
 
 import itertools
 import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
 from smpar.planner.cluster import Cluster
+from smpar.planner.flow import Flow, Rows
 from smpar.planner.hardware import SMPAR, Runtime
 from smpar.planner.network import Network, Replica, Wiring
 from smpar.planner.parts import Memory, Parts
 from smpar.planner.pipeline import Pipeline, Timeline, simulate_named
-from smpar.planner.profile import Profile, Seconds
+from smpar.planner.profile import Profile
 from smpar.planner.strategy import Strategy
 
-Floats = npt.NDArray[np.float64]
 CPU = "cpu"
 """The device type whose kernels run on the host itself."""
 
@@ -100,18 +98,26 @@ class CostModel:
 
     def __init__(self, profile: Profile, cluster: Cluster, runtime: Runtime = SMPAR) -> None:
         self.profile, self.cluster, self.runtime = profile, cluster, runtime
-        self.flow = Flow(profile)
+        self._flows: dict[int, Flow] = {}
         self._wiring = Wiring(cluster, runtime)
         self._rows: dict[tuple[str, int, int], Rows] = {}
         self._networks: dict[tuple[int, int, int, tuple[int, ...]], Network] = {}
         self._ties: dict[tuple[int, int, int, tuple[int, ...], tuple[int, ...]], float] = {}
 
+    def flow(self, tp: int) -> Flow:
+        """What layers keep, and what flows between them, at that tensor-parallel degree."""
+        found = self._flows.get(tp)
+        if found is None:
+            found = self._flows[tp] = Flow(self.profile, tp)
+        return found
+
     def rows(self, device: str, tp: int, microbatch: int) -> Rows:
-        """Times of the layers there."""
+        """Times of the layers there, with the collectives of a tensor-parallel group inside a node."""
         key = device, tp, microbatch
         found = self._rows.get(key)
         if found is None:
-            found = self._rows[key] = Rows.make(self.profile.seconds(device, tp, microbatch))
+            seconds, ring = self.profile.seconds(device, tp, microbatch), self._wiring.near(device, tp)
+            found = self._rows[key] = Rows.make(seconds, self.profile.at(tp), microbatch, ring)
         return found
 
     def network(self, tp: int, pp: int, dp: int, devices: tuple[int, ...]) -> Network:
@@ -182,7 +188,7 @@ class CostModel:
                 before += seconds
                 most = max(most, before + (m - 1) * seconds)
         shards = strategy.dp if strategy.shard_optimizer else 1
-        held = self.flow.parameters_of(0, self.profile.size, strategy.tp)
+        held = self.flow(strategy.tp).parameters_of(0, self.profile.size)
         reduced = runtime.reduced if strategy.virtual_stages == 1 else 0.0
         each = [
             reduced * per_byte + runtime.step / shards / (bandwidth * runtime.memory)
@@ -219,69 +225,6 @@ class CostModel:
         return simulate_named(slowest, strategy.schedule, strategy.microbatches, timetable=True)
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Sums of layers' times from the first one on: ``forward[i]`` is that of layers 0 to i - 1."""
-
-    forward: Floats
-    backward: Floats
-    weight: Floats
-
-    @property
-    def whole(self) -> float:
-        """Forward and backward of the whole model."""
-        return float(self.forward[-1] + self.backward[-1])
-
-    @classmethod
-    def make(cls, seconds: Seconds) -> Rows:
-        """From the times by layer."""
-        return cls(*(_sums(row) for row in seconds))
-
-
-class Flow:
-    """What crosses the edges of stages, and what layers keep; per sample and element."""
-
-    def __init__(self, profile: Profile) -> None:
-        layers, tensors = profile.layers, profile.tensors
-        self._source = np.array([t.source for t in tensors for _ in t.targets], dtype=np.int64)
-        self._target = np.array([i for t in tensors for i in t.targets], dtype=np.int64)
-        self._tensor = np.array([k for k, t in enumerate(tensors) for _ in t.targets], dtype=np.int64)
-        self._elements = np.array([t.elements for t in tensors])
-        self._graded = np.array([t.elements * t.gradient for t in tensors])
-        self._known: dict[tuple[int, int], tuple[float, float]] = {}
-        self.parameters = _sums([x.parameters for x in layers])
-        self.whole_parameters = _sums([x.whole_parameters for x in layers])
-        self._tied = [(sorted(set(t.layers)), t.parameters) for t in profile.tied]
-        self.saved = _sums([x.saved for x in layers])
-        self.whole_saved = _sums([x.whole_saved for x in layers])
-        self._transient = [x.transient for x in layers]
-        self._any_transient = any(self._transient)
-        self.usual_transient = statistics.median(self._transient)
-        self.mean_boundary = sum(self.into(i, len(layers))[0] for i in range(1, len(layers))) / max(1, len(layers) - 1)
-
-    def into(self, first: int, end: int) -> tuple[float, float]:
-        """Elements per sample that layers `first` to `end` - 1 get from others, and of gradients that they return."""
-        found = self._known.get((first, end))
-        if found is None:
-            outside = (self._source < first) | (self._source >= end)
-            used = np.unique(self._tensor[outside & (self._target >= first) & (self._target < end)])
-            found = self._known[first, end] = float(self._elements[used].sum()), float(self._graded[used].sum())
-        return found
-
-    def most_transient(self, first: int, end: int) -> float:
-        """Bytes per sample that the largest of these layers needs while it runs."""
-        return max(self._transient[first:end]) if self._any_transient else 0.0
-
-    def parameters_of(self, first: int, end: int, tp: int) -> float:
-        """Parameters on a device that holds these layers; what several of them share is there once."""
-        again = sum(n * max(0, sum(first <= i < end for i in layers) - 1) for layers, n in self._tied)
-        return _divided(self.parameters, self.whole_parameters, first, end, tp) - again / tp
-
-    def saved_of(self, first: int, end: int, tp: int) -> float:
-        """Bytes per sample kept there until the backward."""
-        return _divided(self.saved, self.whole_saved, first, end, tp)
-
-
 class _Case:
     """One prediction."""
 
@@ -290,10 +233,11 @@ class _Case:
         self.ranks = strategy.ranks
         self.net = model.network(strategy.tp, strategy.pp, strategy.dp, strategy.devices)
         self.intervals = list(zip(strategy.cuts, (*strategy.cuts[1:], model.profile.size), strict=True))
-        self.parameters = [model.flow.parameters_of(a, b, strategy.tp) for a, b in self.intervals]
-        self.saved = [model.flow.saved_of(a, b, strategy.tp) * strategy.microbatch for a, b in self.intervals]
+        self.flow = model.flow(strategy.tp)
+        self.parameters = [self.flow.parameters_of(a, b) for a, b in self.intervals]
+        self.saved = [self.flow.saved_of(a, b) * strategy.microbatch for a, b in self.intervals]
         self.kept = [
-            model.flow.into(a, b)[0] * model.runtime.message * strategy.microbatch if strategy.recomputes(s) else saved
+            self.flow.into(a, b)[0] * model.runtime.message * strategy.microbatch if strategy.recomputes(s) else saved
             for s, ((a, b), saved) in enumerate(zip(self.intervals, self.saved, strict=True))
         ]
 
@@ -316,7 +260,7 @@ class _Case:
         )
         ways = [replica.way(a, b) for a, b in itertools.pairwise(ranks)]
         size = runtime.message * strategy.microbatch
-        crossing = [self.model.flow.into(*interval) for interval in self.intervals[1:]]
+        crossing = [self.flow.into(*interval) for interval in self.intervals[1:]]
         there = [elements * size * way.per_byte for (elements, _), way in zip(crossing, ways, strict=True)]
         back = [elements * size * way.per_byte for (_, elements), way in zip(crossing, ways, strict=True)]
         latency = [way.latency for way in ways]
@@ -374,22 +318,21 @@ class _Case:
         A sum starts when the last of its stages has its part.
         """
         ends = list(ends)
-        for tied, (stages, seconds) in self._ties().items():
-            end = max(ends[s] for s in stages) + seconds * self.model.profile.tied[tied].parameters
+        for stages, seconds in self._ties():
+            end = max(ends[s] for s in stages) + seconds
             for stage in stages:
                 ends[stage] = end
         return ends
 
-    def _ties(self) -> dict[int, tuple[tuple[int, ...], float]]:
-        """Tied parameters on several ranks: their stages, and seconds per parameter of the sum over those."""
+    def _ties(self) -> list[tuple[tuple[int, ...], float]]:
+        """Tied parameters on several ranks: their stages, and seconds of the sum over those."""
         strategy, runtime = self.strategy, self.model.runtime
-        found: dict[int, tuple[tuple[int, ...], float]] = {}
-        for index, tied in enumerate(self.model.profile.tied):
+        found: list[tuple[tuple[int, ...], float]] = []
+        for tied, parameters in zip(self.model.profile.tied, self.flow.tied, strict=True):
             stages = tuple(s for s, (a, b) in enumerate(self.intervals) if any(a <= i < b for i in tied.layers))
             ranks = tuple(dict.fromkeys(self.ranks[s] for s in stages))
             if len(ranks) > 1:
-                per_byte = self.model.tie(strategy, ranks)
-                found[index] = stages, per_byte * runtime.tied / strategy.tp
+                found.append((stages, self.model.tie(strategy, ranks) * runtime.tied * parameters))
         return found
 
     @cached_property
@@ -413,17 +356,21 @@ class _Case:
             tuple(map(self._pipeline, self.net.replicas)),
             self.net.kinds,
             tuple(self._reductions()),
-            tuple(
-                (stages, seconds * self.model.profile.tied[tied].parameters)
-                for tied, (stages, seconds) in self._ties().items()
-            ),
+            tuple(self._ties()),
             tuple(self._step(rank) + self.model.runtime.fixed for rank in range(self.strategy.pp)),
         )
 
     def _reductions(self) -> list[float]:
-        """By stage, seconds of the reduction of its gradients over the replicas."""
-        reduced = self.model.runtime.reduced
-        return [p * reduced * self.net.reduction[r] for p, r in zip(self.parameters, self.ranks, strict=True)]
+        """By stage, seconds of the reduction of its gradients over the replicas.
+
+        What every rank of a tensor-parallel group has is averaged over those ranks, too.
+        """
+        reduced, net = self.model.runtime.reduced, self.net
+        whole = [self.flow.whole_of(a, b) for a, b in self.intervals]
+        return [
+            reduced * ((p - w) * net.reduction[r] + w * net.wide[r])
+            for p, w, r in zip(self.parameters, whole, self.ranks, strict=True)
+        ]
 
     def _step(self, rank: int) -> float:
         """Seconds of the optimizer on a device of that rank."""
@@ -474,7 +421,7 @@ class _Case:
         strategy = self.strategy
         working = [0.0] * strategy.pp
         for stage, (a, b) in enumerate(self.intervals):
-            layers = self.model.flow.most_transient(a, b) * strategy.microbatch / strategy.tp
+            layers = self.flow.most_transient(a, b) * strategy.microbatch
             again = self.saved[stage] if strategy.recomputes(stage) else 0.0
             rank = self.ranks[stage]
             working[rank] = max(working[rank], layers + again)
@@ -494,12 +441,3 @@ class _Case:
             )
             for s, interval in enumerate(self.intervals)
         )
-
-
-def _sums(row: Sequence[float]) -> Floats:
-    return np.concatenate(([0.0], np.cumsum(np.asarray(row, dtype=np.float64))))
-
-
-def _divided(sums: Floats, whole: Floats, first: int, end: int, tp: int) -> float:
-    all_, undivided = float(sums[end] - sums[first]), float(whole[end] - whole[first])
-    return undivided + (all_ - undivided) / tp

@@ -33,6 +33,8 @@ class Runtime:
         intra: the part of a stated rate that links inside a node reach.
         memory: the part of a device's stated memory bandwidth that its optimizer's step reaches.
         reserve: bytes of a device that no model can use (context, communication buffers, fragmentation).
+        averages_whole: whether it averages what tensor parallelism does not divide over the ranks of a tensor-parallel
+            group, too.
         schedules: that it knows and that are worth a try.
         tensor, recomputes, shards: whether it can do tensor parallelism, run a stage's forward again in its backward,
             and divide the optimizer's state among replicas.
@@ -56,6 +58,7 @@ class Runtime:
     launches: float = 0.0
     nic_most: float = float("inf")
     memory: float = 0.85
+    averages_whole: bool = False
     schedules: tuple[str, ...] = ("1f1b", "interleaved_1f1b", "zb", "zbv")
     tensor: bool = True
     recomputes: bool = True
@@ -72,6 +75,7 @@ class Runtime:
 SMPAR = Runtime(
     weight=4, gradient=4, optimizer=8, message=4, reduced=4, tied=4, blocking=False, step=28, message_seconds=1e-4,
     action=2.5e-4, unit=4.5e-5, launches=1e-4, fixed=1.5e-3, nic=0.9, intra=0.8, reserve=GIB,
+    averages_whole=True,
 )  # fmt: skip
 # Counted: half-precision weight 2 and gradient 2; fp32 copy and Adam's two moments 12, flat buffers of the reduction in
 # half and full precision 6; step: flatten and cast, norm, unscale, Adam (reads 16, writes 12), copy back.

@@ -55,6 +55,7 @@ class Network:
         slow: the kinds of which one is the slowest: each other is in nothing slower than one of these.
         types: by pipeline rank, the device types that hold it.
         reduction: by pipeline rank, seconds per byte of gradients averaged over the replicas; 0 with one replica.
+        wide: the same over the replicas and all of their tensor-parallel groups.
         limits: by pipeline rank, bytes of the smallest device that holds it.
         bandwidths: by pipeline rank, bytes per second of the slowest memory.
     """
@@ -64,6 +65,7 @@ class Network:
     slow: tuple[int, ...]
     types: tuple[tuple[str, ...], ...]
     reduction: tuple[float, ...]
+    wide: tuple[float, ...]
     limits: tuple[float, ...]
     bandwidths: tuple[float, ...]
 
@@ -98,15 +100,39 @@ class Wiring:
         every = [Replica(t, w) for t, w in zip(zip(*types, strict=True), zip(*ways, strict=True), strict=True)]
         places = {replica: index for index, replica in enumerate(dict.fromkeys(every))}
         slow = [k for r, k in places.items() if not any(o is not r and _never_faster(o, r, seconds) for o in places)]
+        reduction = self.ring_seconds([[rank[t::tp] for t in range(tp)] for rank in ranks])
         return Network(
             tuple(places),
             tuple(places[replica] for replica in every),
             tuple(slow),
             tuple(tuple(dict.fromkeys(names)) for names in types),
-            self.ring_seconds([[rank[t::tp] for t in range(tp)] for rank in ranks]),
+            reduction,
+            self._wide(ranks, reduction) if tp > 1 and self.runtime.averages_whole else reduction,
             tuple(min(k.memory_bytes for k in set(kind)) - self.runtime.reserve for kind in kinds),
             tuple(min(k.memory_bandwidth for k in set(kind)) for kind in kinds),
         )
+
+    def near(self, device: str, tp: int) -> Way:
+        """What an all-reduce takes among `tp` devices of that type in one node, the slowest such group.
+
+        Latency is that of all ``2 (tp - 1)`` steps around the ring, and what asking for it takes.
+        """
+        if tp == 1:
+            return FREE
+        groups = [
+            range(first + k, first + k + tp)
+            for first, node in zip(self.cluster.starts, self.cluster.nodes, strict=True)
+            if node.device == device
+            for k in range(0, node.count - tp + 1, tp)
+        ]
+        links = [self._way(a, b) for group in groups for a, b in _round(group)]
+        latency = max((way.latency for way in links), default=0.0) - self.runtime.message_seconds
+        per_byte = max((self.ring_seconds([[group]])[0] for group in groups), default=0.0)
+        return Way(per_byte, 2 * (tp - 1) * latency + self.runtime.message_seconds)
+
+    def _wide(self, ranks: Sequence[Sequence[int]], reduction: Sequence[float]) -> tuple[float, ...]:
+        """Rings through all devices of each pipeline rank; they share network cards with those through replicas."""
+        return tuple(map(max, self.ring_seconds([[rank] for rank in ranks]), reduction))
 
     def ring_seconds(self, groups: Sequence[Sequence[Sequence[int]]]) -> tuple[float, ...]:
         """Seconds per byte summed over each of several groups of devices at once, the slowest group of each set.

@@ -9,6 +9,9 @@ As JSON, with seconds as rows of one number per layer, one row per microbatch si
      "tensors": [{"source": 0, "targets": [1], "elements": 1048576}, ...],
      "tied": [{"layers": [0, 28], "parameters": 53510144}],
      "times": [{"device": "T4", "tp": 1, "microbatches": [1, 4], "forward": [[...], [...]], "backward": [...]}]}
+
+What a device keeps at a tensor-parallel degree is stated under "divided"; without that, everything but the whole_ parts
+is taken to divide evenly, and times to include the collectives.
 """
 
 from __future__ import annotations
@@ -76,7 +79,7 @@ class Tied:
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds on one device type at one tensor-parallel degree, collectives of tensor parallelism included.
+    """Seconds on one device type at one tensor-parallel degree; with collectives, unless `Divided` has these.
 
     Attributes:
         device: name of the device type.
@@ -95,6 +98,55 @@ class Times:
     weight: tuple[tuple[float, ...], ...] = ()
 
 
+@dataclass(frozen=True)
+class Divided:
+    """What layers keep and tell each other at one tensor-parallel degree, on the rank that has most of it.
+
+    One number for each layer, unless said otherwise; bytes are per sample. A collective of tensor parallelism counts as
+    so many bytes of an all-reduce: an all-gather or a reduce-scatter as half of the whole tensor's.
+
+    Attributes:
+        tp: the degree.
+        parameters: elements on a rank.
+        whole_parameters: those of them that each rank of the group has, too.
+        saved, transient: as of `Layer`.
+        tied: parameters on a rank, of each entry of the profile's `tied`.
+        elements: of each of the profile's `tensors`, per sample.
+        forward_bytes, backward_bytes: bytes of its collectives.
+        forward_calls, backward_calls: number of its collectives in a microbatch.
+    """
+
+    tp: int
+    parameters: tuple[float, ...]
+    whole_parameters: tuple[float, ...]
+    saved: tuple[float, ...]
+    transient: tuple[float, ...]
+    tied: tuple[float, ...]
+    elements: tuple[float, ...]
+    forward_bytes: tuple[float, ...]
+    backward_bytes: tuple[float, ...]
+    forward_calls: tuple[float, ...]
+    backward_calls: tuple[float, ...]
+
+    @classmethod
+    def evenly(cls, profile: Profile, tp: int) -> Divided:
+        """All but what layers state as whole, divided by the degree; collectives are in the times."""
+        layers, none = profile.layers, (0.0,) * profile.size
+        return cls(
+            tp,
+            tuple(x.whole_parameters + (x.parameters - x.whole_parameters) / tp for x in layers),
+            tuple(x.whole_parameters for x in layers),
+            tuple(x.whole_saved + (x.saved - x.whole_saved) / tp for x in layers),
+            tuple(x.transient / tp for x in layers),
+            tuple(t.parameters / tp for t in profile.tied),
+            tuple(t.elements for t in profile.tensors),
+            none,
+            none,
+            none,
+            none,
+        )
+
+
 class Seconds(NamedTuple):
     """By layer, for one microbatch; `weight` is part of `backward`."""
 
@@ -107,6 +159,10 @@ class Seconds(NamedTuple):
 class Profile:
     """A model as the planner sees it.
 
+    Attributes:
+        divided: what is kept and told at tensor-parallel degrees, where it is known exactly.
+        undivided: why there is no tensor-parallel degree above 1, in words; empty if there is, or nobody asked.
+
     Raises:
         ProfileError: the parts contradict each other, or a number means nothing.
     """
@@ -115,6 +171,8 @@ class Profile:
     tensors: tuple[Tensor, ...]
     times: tuple[Times, ...]
     tied: tuple[Tied, ...] = ()
+    divided: tuple[Divided, ...] = ()
+    undivided: str = ""
 
     def __post_init__(self) -> None:
         _check(self)
@@ -132,6 +190,10 @@ class Profile:
     def degrees(self, device: str) -> tuple[int, ...]:
         """Tensor-parallel degrees with times on that device type."""
         return tuple(sorted(t.tp for t in self.times if t.device == device))
+
+    def at(self, tp: int) -> Divided:
+        """What layers keep and tell at that tensor-parallel degree."""
+        return next((d for d in self.divided if d.tp == tp), None) or Divided.evenly(self, tp)
 
     def times_of(self, device: str, tp: int) -> Times:
         """The times measured there.
@@ -186,6 +248,8 @@ class Profile:
             _records(Tensor, parts["tensors"], "tensors"),
             _records(Times, parts["times"], "times"),
             _records(Tied, parts.get("tied", ()), "tied"),
+            _records(Divided, parts.get("divided", ()), "divided"),
+            parts.get("undivided", ""),
         )
 
     @classmethod
@@ -239,6 +303,7 @@ _NEEDED: dict[type, tuple[str, ...]] = {
     Tensor: ("source", "targets", "elements"),
     Times: ("device", "tp", "microbatches", "forward", "backward"),
     Tied: ("layers", "parameters"),
+    Divided: tuple(f.name for f in fields(Divided)),
 }
 
 
@@ -278,6 +343,9 @@ def _check(profile: Profile) -> None:
             _inside(tied.parameters, profile.layers[at].parameters, f"parameters of tied {i}", f"those of layer {at}")
     for times in profile.times:
         _check_times(times, count)
+    for divided in profile.divided:
+        _check_divided(divided, profile)
+    _text(profile.undivided, "undivided")
     twice = [key for key, n in Counter((t.device, t.tp) for t in profile.times).items() if n > 1]
     if twice:
         raise ProfileError(
@@ -290,8 +358,7 @@ def _check(profile: Profile) -> None:
 def _check_times(times: Times, count: int) -> None:
     _text(times.device, "device of times")
     where = f"times of {times.device!r} at tp {times.tp}"
-    if not isinstance(times.tp, int) or isinstance(times.tp, bool) or times.tp < 1:
-        _wrong(times.tp, f"tp of times of {times.device!r}", "a whole number, 1 or more")
+    _degree(times.tp, f"tp of times of {times.device!r}")
     sizes: Any = times.microbatches
     if not isinstance(sizes, tuple):
         _wrong(sizes, f"microbatches ({where})", "a list of sizes")
@@ -319,6 +386,25 @@ def _check_times(times: Times, count: int) -> None:
     for row, whole in zip(times.weight, times.backward, strict=False):
         for i, (part, all_) in enumerate(zip(row, whole, strict=True)):
             _inside(part, all_, f"weight of layer {i} ({where})", "its backward")
+
+
+def _check_divided(divided: Divided, profile: Profile) -> None:
+    _degree(divided.tp, "tp of an entry of divided")
+    lengths = {"tied": len(profile.tied), "elements": len(profile.tensors)}
+    for name in (f.name for f in fields(Divided) if f.name != "tp"):
+        row: Any = getattr(divided, name)
+        length = lengths.get(name, profile.size)
+        if not isinstance(row, tuple) or len(row) != length:
+            _wrong(row, f"{name} of divided at tp {divided.tp}", f"a list of {length} numbers")
+        for i, value in enumerate(row):
+            _number(value, f"{name}[{i}] of divided at tp {divided.tp}")
+    for i, (part, whole) in enumerate(zip(divided.whole_parameters, divided.parameters, strict=True)):
+        _inside(part, whole, f"whole_parameters[{i}] of divided at tp {divided.tp}", "parameters")
+
+
+def _degree(value: Any, name: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        _wrong(value, name, "a whole number, 1 or more")
 
 
 def _number(value: Any, name: str) -> None:

@@ -199,7 +199,7 @@ class _Search:
         if case.dp == 1 or inside or self.model.cluster.matrix is not None:
             return 0.0
         rate = max(node.nic.bandwidth for node in nodes)
-        held = self.model.flow.parameters_of(0, self.model.profile.size, case.tp) / case.pp
+        held = self.model.flow(case.tp).parameters_of(0, self.model.profile.size) / case.pp
         return 2 * (case.dp - 1) / case.dp * held * runtime.reduced / rate
 
     def _speeds(self, tp: int, microbatch: int) -> tuple[list[tuple[float, int]], float]:

@@ -50,11 +50,15 @@ class Work(NamedTuple):
         flops: floating-point operations, weighted by how much slower than plain products they run.
         bytes: read and written.
         weights: whether it multiplies by a parameter, whose gradient may be computed later than that of the input.
+        told: bytes that it all-reduces among the ranks of a tensor-parallel group, if it is a collective.
+        late: whether it runs in the backward.
     """
 
     flops: float
     bytes: float
     weights: bool
+    told: float = 0.0
+    late: bool = False
 
     def seconds(self, flops: float, bandwidth: float, launch: float) -> float:
         """On a device of so many FLOP/s and bytes/s, with so many seconds per launched operator (roofline)."""

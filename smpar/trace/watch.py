@@ -72,6 +72,15 @@ def _undropped(func: Any, args: Any, kwargs: Any) -> bool:
     return False
 
 
+_watching: list[Watch] = []
+
+
+def tell(nbytes: float, late: bool) -> None:
+    """Count a collective among the operators that are watched, if any are; see `smpar.trace.outcome.Work`."""
+    for watch in _watching[-1:]:
+        watch.work[Work(0.0, 0.0, False, nbytes, late)] += 1
+
+
 class Watch(TorchDispatchMode):
     """Counts costs and random operators; answers what only data could tell with a guess.
 
@@ -91,6 +100,14 @@ class Watch(TorchDispatchMode):
         self.borrowed: dict[int, torch.nn.Parameter] = {}
         self._guess = guess
         self._known = KnownValues()
+
+    def __enter__(self) -> Watch:
+        _watching.append(self)
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        _watching.remove(self)
+        super().__exit__(*raised)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
