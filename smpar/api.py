@@ -23,6 +23,7 @@ from smpar.describe.plans import plans_text
 from smpar.describe.report import metrics, report, timetable
 from smpar.errors import SmparError
 from smpar.model import DistributedModel, set_partition
+from smpar.nn.distribute import set_tensor_parallelism
 from smpar.optimizer import DistributedOptimizer, clip_grad_norm_
 from smpar.ranks import *  # noqa: F403
 from smpar.ranks import __all__ as _rank_functions
@@ -44,7 +45,7 @@ __all__ = [
     "init", "shutdown", "is_initialized", "is_tracing",
     # training
     "step", "StepOutput", "DistributedModel", "DistributedOptimizer", "clip_grad_norm_", "amp",
-    "partition", "set_partition",
+    "partition", "set_partition", "set_tensor_parallelism",
     # planning
     "plan", "plans_text", "plans_page",
     # seeing

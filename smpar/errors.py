@@ -304,6 +304,14 @@ class ModelError(StepError):
     FIX = "model = smpar.DistributedModel(module); optimizer = smpar.DistributedOptimizer(optimizer)"
 
 
+class OtherSlice(StepError):
+    """A partial state is loaded where the slices are others."""
+
+    RULE = "a partial state is loaded by the same rank of a tensor-parallel group of the same size as it was made on"
+    FOUND = "the state of rank {} of {}, loaded by rank {} of {}"
+    FIX = "save and load whole states: state_dict() of all ranks together instead of local_state_dict()"
+
+
 class LateGradient(StepError):
     """A parameter got another gradient after its reduction over the replicas had begun."""
 

@@ -13,6 +13,8 @@ from torch import nn
 from smpar.comm.buckets import CommHook, cap_in_bytes
 from smpar.comm.peers import Peers
 from smpar.errors import CommHookError, JoinError, ModelError, NotThroughModel, OutsideOfStep, WrongBackward
+from smpar.nn.distribute import distribute
+from smpar.nn.group import TensorGroup
 from smpar.runtime.core import runtime
 from smpar.runtime.draws import Draws
 from smpar.runtime.partitioning import check_pins
@@ -24,14 +26,12 @@ from smpar.runtime.replicas import Replicas, broadcast, module_state
 from smpar.runtime.structure import Circumstances, Structure
 from smpar.runtime.trained import Trained
 from smpar.runtime.unstepped import Unstepped
-from smpar.runtime.wholes import gather_state
+from smpar.runtime.wholes import gather_state, is_partial, load_state, partial_marks, translated
 from smpar.slices import slicing_of
 from smpar.stage.layout import Late
 from smpar.stage.tensor import active
 
 log = logging.getLogger("smpar")
-
-PARTIAL = "_smp_is_partial"
 
 
 class DistributedModel(nn.Module):
@@ -87,7 +87,7 @@ class DistributedModel(nn.Module):
             check_layers(module, now.config.plan)
         if now.world.device.type == "cuda" and not any(p.is_meta for p in module.parameters()):
             module.to(now.world.device)
-        self.module = module
+        self.module = module = distribute(module, TensorGroup.current())
         self.average_grads = average_grads_across_microbatches
         self.pipeline: Pipeline | None = None
         self.unstepped: Unstepped | None = None
@@ -362,59 +362,62 @@ class DistributedModel(nn.Module):
 
     # -- state ----------------------------------------------------------------------------------
 
-    def state_dict(self, *args: Any, gather_to_rank0: bool = False, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(  # type: ignore[override]
+        self,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        gather_to_rank0: bool = False,
+    ) -> dict[str, Any]:
         """The whole model's state under the unwrapped module's names, on every rank.
 
-        All ranks of a pipeline call it together; each stage's part is broadcast from there.
+        All ranks of a replica call it together: slices are joined, and each stage's part is broadcast from there. What
+        comes out then is a copy; where one rank has it all, it is the module's own ``state_dict``.
+
+        Args:
+            destination, prefix, keep_vars: as for ``nn.Module.state_dict``; there are no variables of a copy to keep.
+            gather_to_rank0: accepted, as in SMP.
         """
-        state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
-        if self.pipeline is None or not self.partitioned:
+        world, pipeline = runtime().world, self.pipeline if self.partitioned else None
+        if pipeline is None and world.axis_size("tp") == 1:
+            state = translated(self.module, self.module.state_dict(keep_vars=keep_vars), "whole_state")
+        else:
+            with world.guard():
+                state = gather_state(self.module, pipeline, world)
+        if destination is None and not prefix:
             return state
-        with runtime().world.guard():
-            return gather_state(self.module, state, self.pipeline)
+        whole = {} if destination is None else destination
+        whole.update({prefix + name: value for name, value in state.items()})
+        return whole
 
     def local_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """This rank's part of the state; its key ``_smp_is_partial`` is True when there is more elsewhere."""
         state: dict[str, Any] = self.module.state_dict()
-        if self.pipeline is not None and self.partitioned:
+        staged = self.pipeline is not None and self.partitioned
+        if staged:
             mine = {id(p) for p in self.local_parameters()} | {id(b) for b in self.local_buffers()}
             kept = {n for n, t in self.module.state_dict(keep_vars=True).items() if id(t) in mine}
             state = {n: t for n, t in state.items() if n in kept or not isinstance(t, torch.Tensor)}
-        state[PARTIAL] = self.pipeline is not None and self.partitioned
+        state.update(partial_marks(staged, runtime().world))
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, **ignored: Any) -> Any:  # type: ignore[override]
         """Load a whole or partial state; a partial one given before the partition is kept until then.
 
+        Each rank takes what it holds of a whole state.
+
         Raises:
             RuntimeError: names or shapes that do not fit, as for ``nn.Module.load_state_dict``.
+            OtherSlice: a partial state of another rank of the tensor-parallel group, or of another degree.
         """
-        partial = bool(state_dict.get(PARTIAL, False))
-        if partial and not self.partitioned:
+        if is_partial(state_dict, runtime().world) and not self.partitioned:
             self._pending_state = (dict(state_dict), strict)
             return None
         return self._load(state_dict, strict)
 
     def _load(self, state_dict: Mapping[str, Any], strict: bool) -> Any:
-        partial = bool(state_dict.get(PARTIAL, False))
-        given = {n: v for n, v in state_dict.items() if n != PARTIAL}
-        if not self.partitioned or self.pipeline is None:
-            return self.module.load_state_dict(given, strict=strict and not partial)
-        own = self.module.state_dict(keep_vars=True)
-        missing = [] if partial else [n for n in own if n not in given]
-        unexpected = [n for n in given if n not in own]
-        wrong = [
-            f"{n}: {tuple(v.shape)} given, {tuple(own[n].shape)} in the model"
-            for n, v in given.items()
-            if n in own and isinstance(own[n], torch.Tensor) and own[n].shape != v.shape
-        ]
-        if wrong or (strict and (missing or unexpected)):
-            raise RuntimeError(f"load_state_dict: missing {missing}; unexpected {unexpected}; other shapes: {wrong}")
-        with torch.no_grad():
-            for name, value in given.items():
-                if name in own and isinstance(own[name], torch.Tensor) and self._is_local(own[name]):
-                    own[name].copy_(value)
-        return nn.modules.module._IncompatibleKeys(missing, unexpected)
+        closed = self.partitioned  # before that, every rank has all stages
+        return load_state(self.module, state_dict, strict, lambda t: not closed or self._is_local(t), runtime().world)
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from smpar.comm.messages import CommGroup, allgather
 from smpar.errors import ModelError
 from smpar.mesh import Axis
-from smpar.model import PARTIAL, DistributedModel
+from smpar.model import DistributedModel
 from smpar.runtime.core import runtime
+from smpar.runtime.wholes import PARTIAL, gather_optimizer_state, is_partial, own_slice, partial_marks
 from smpar.stage.layout import Late
 
 
@@ -147,30 +148,31 @@ class DistributedOptimizer(torch.optim.Optimizer):
             {**{k: v for k, v in group.items() if k != "params"}, "params": [numbers[id(p)] for p in order]}
             for group, order in zip(self.optimizer.param_groups, self._order, strict=True)
         ]
-        return {"state": state, "param_groups": groups, PARTIAL: _pipelined()}
+        return {"state": state, "param_groups": groups, **partial_marks(_pipelined(), runtime().world)}
 
     def state_dict(self, **ignored: Any) -> dict[str, Any]:
-        """The whole optimizer's state in torch's format, on every rank; all ranks of a pipeline call it together."""
-        local = self.local_state_dict()
-        local.pop(PARTIAL)
-        if not _pipelined():
-            return local
+        """The whole optimizer's state in torch's format, on every rank; all ranks of a replica call it together.
+
+        Tensors of the shape of a parameter's slice are joined as the slices are; all else is taken to be alike.
+        """
         now = runtime()
-        pipeline = now.model.pipeline
-        assert pipeline is not None
-        numbers = self._numbers()
-        owned = {numbers[id(p)] for group in self._order for p in group if pipeline.owns(p)}
-        with now.world.guard():
-            parts = allgather({n: s for n, s in local["state"].items() if n in owned}, CommGroup.PP_GROUP)
-        whole = {number: state for part in parts for number, state in part.items()}
-        return {"state": dict(sorted(whole.items())), "param_groups": local["param_groups"]}
+        local = self.local_state_dict()
+        state, groups = local["state"], local["param_groups"]
+        if local[PARTIAL]:
+            pipeline = now.model.pipeline if _pipelined() else None
+            with now.world.guard():
+                state = gather_optimizer_state([p for g in self._order for p in g], state, pipeline, now.world)
+        return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], **ignored: Any) -> None:
         """Load a whole or partial state dict, before or after the partition.
 
         Raises:
             ModelError: the groups differ from this optimizer's in number or size.
+            OtherSlice: a partial state of another rank of the tensor-parallel group, or of another degree.
         """
+        world = runtime().world
+        partial = is_partial(state_dict, world)
         given = state_dict["param_groups"]
         sizes = [len(group) for group in self._order]
         if [len(group["params"]) for group in given] != sizes:
@@ -182,10 +184,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         groups, state = [], {}
         for order, group in zip(self._order, given, strict=True):
             kept = [(p, number) for p, number in zip(order, group["params"], strict=True) if id(p) in held]
-            for _, number in kept:
+            for p, number in kept:
                 place[number] = len(place)
-                if number in state_dict["state"]:
-                    state[place[number]] = state_dict["state"][number]
+                of = state_dict["state"].get(number)
+                if of is not None:
+                    state[place[number]] = of if partial else {k: own_slice(v, p, world) for k, v in of.items()}
             groups.append({**group, "params": [place[number] for _, number in kept]})
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
 

@@ -21,8 +21,8 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -32,12 +32,16 @@ from torch._subclasses.fake_tensor import FakeTensor
 from smpar.nn.group import TensorGroup
 from smpar.trace.watch import tell
 
+_CPU = torch.device("cpu")
+_TAG = 0x7E45  # of the messages between pairs
+_SMALL = 1 << 20  # bytes to all others, up to which they are given whole, rather than reduced in slices and gathered
+
 _counts: list[Counter[str]] = []
 
 
 @contextlib.contextmanager
 def counting() -> Iterator[Counter[str]]:
-    """Count the collectives that really run: their number under their names, and the bytes given in under "bytes"."""
+    """Count the collectives that really run: their number by name, and under "bytes" those that this rank sends."""
     counter: Counter[str] = Counter()
     _counts.append(counter)
     try:
@@ -46,10 +50,10 @@ def counting() -> Iterator[Counter[str]]:
         _counts.remove(counter)
 
 
-def _count(name: str, tensor: Tensor) -> None:
+def _count(name: str, sent: int) -> None:
     for counter in _counts:
         counter[name] += 1
-        counter["bytes"] += tensor.numel() * tensor.element_size()
+        counter["bytes"] += sent
 
 
 def _real(tensor: Tensor, group: TensorGroup) -> bool:
@@ -73,6 +77,47 @@ def _processes(group: TensorGroup) -> dist.ProcessGroup:
     return group.group
 
 
+def _direct(tensor: Tensor) -> bool:
+    # gloo's collectives take turns with a thread of their own and, but for all-to-all, with other ranks' copies and
+    # sums; its transfers between pairs do not. What NCCL has is as fast as it gets.
+    return tensor.device.type == "cpu"
+
+
+class _Exchange:
+    """Each rank gives each other one a tensor, and takes one from it: straight between pairs, all at once.
+
+    Args:
+        give, take: by rank, contiguous; those of this rank are not looked at.
+    """
+
+    def __init__(self, give: Sequence[Tensor], take: Sequence[Tensor], group: TensorGroup) -> None:
+        gloo = cast(Any, _processes(group)._get_backend(_CPU))
+        others = [(group.rank + step) % group.size for step in range(1, group.size)]  # not all the same one first
+        self._works = [gloo.recv([take[rank]], rank, _TAG) for rank in others]
+        self._works += [gloo.send([give[rank]], rank, _TAG) for rank in others]
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+def _from_others(give: Sequence[Tensor], group: TensorGroup) -> list[Tensor]:
+    """What each rank gives this one, and what it gives itself: that is not copied."""
+    give = [part if rank == group.rank else part.contiguous() for rank, part in enumerate(give)]
+    mine = give[group.rank]
+    take = [mine if rank == group.rank else torch.empty(mine.shape, dtype=mine.dtype) for rank in range(group.size)]
+    _Exchange(give, take, group).wait()
+    return take
+
+
+def _total(parts: Sequence[Tensor]) -> Tensor:
+    """Their sum, in the order of ranks: so it is equal on all, to the bit."""
+    total = parts[0] + parts[1]
+    for part in parts[2:]:
+        total += part
+    return total
+
+
 def all_reduced(tensor: Tensor, group: TensorGroup, own: bool = False) -> Tensor:
     """The sum over the group, without gradient.
 
@@ -82,8 +127,13 @@ def all_reduced(tensor: Tensor, group: TensorGroup, own: bool = False) -> Tensor
     if not _real(tensor, group):
         _tell(tensor, group, 1.0)
         return tensor if own else tensor.clone()
+    to_others = (group.size - 1) * tensor.nbytes
+    if _direct(tensor) and to_others <= _SMALL:
+        _count("all_reduce", to_others)
+        tensor = tensor.contiguous()
+        return _total(_from_others([tensor] * group.size, group))
+    _count("all_reduce", 2 * to_others // group.size)
     total = tensor if own and tensor.is_contiguous() else tensor.clone(memory_format=torch.contiguous_format)
-    _count("all_reduce", total)
     _processes(group).allreduce([total]).wait()
     return total
 
@@ -91,9 +141,10 @@ def all_reduced(tensor: Tensor, group: TensorGroup, own: bool = False) -> Tensor
 def all_max(tensor: Tensor, group: TensorGroup) -> Tensor:
     """The greatest values over the group, without gradient."""
     if not _real(tensor, group):
+        _tell(tensor, group, 1.0)
         return tensor.clone()
     greatest = tensor.clone(memory_format=torch.contiguous_format)
-    _count("all_reduce", greatest)
+    _count("all_reduce", 2 * (group.size - 1) * tensor.nbytes // group.size)
     _processes(group).allreduce([greatest], dist.ReduceOp.MAX).wait()
     return greatest
 
@@ -104,10 +155,22 @@ def all_gathered(tensor: Tensor, group: TensorGroup, dim: int) -> Tensor:
         _tell(tensor, group, 0.5 * group.size)
         return torch.cat([tensor] * group.size, dim)
     tensor = tensor.contiguous()
-    _count("all_gather", tensor)
-    flat = tensor.new_empty([group.size * tensor.shape[0], *tensor.shape[1:]])
-    _processes(group)._allgather_base(flat, tensor).wait()
-    return flat if dim == 0 else torch.cat(flat.chunk(group.size), dim)
+    shape = list(tensor.shape)
+    _count("all_gather", (group.size - 1) * tensor.nbytes)
+    if not _direct(tensor):
+        flat = tensor.new_empty([group.size * shape[0], *shape[1:]])
+        _processes(group)._allgather_base(flat, tensor).wait()
+        return flat if dim == 0 else torch.cat(flat.chunk(group.size), dim)
+    give = [tensor] * group.size
+    if any(length != 1 for length in shape[:dim]):
+        return torch.cat(_from_others(give, group), dim)
+    shape[dim] *= group.size
+    whole = tensor.new_empty(shape)
+    places = whole.chunk(group.size, dim)
+    exchange = _Exchange(give, places, group)
+    places[group.rank].copy_(tensor)  # meanwhile
+    exchange.wait()
+    return whole
 
 
 def reduce_scattered(tensor: Tensor, group: TensorGroup, dim: int) -> Tensor:
@@ -117,10 +180,12 @@ def reduce_scattered(tensor: Tensor, group: TensorGroup, dim: int) -> Tensor:
     if not _real(tensor, group):
         _tell(tensor, group, 0.5)
         return tensor.narrow(dim, 0, shape[dim]).clone()
+    _count("reduce_scatter", (group.size - 1) * tensor.nbytes // group.size)
+    if _direct(tensor):
+        return _total(_from_others(tensor.chunk(group.size, dim), group))
     parts = torch.cat(tensor.chunk(group.size, dim)) if dim else tensor.contiguous()
-    _count("reduce_scatter", parts)
     mine = tensor.new_empty(shape)
-    _processes(group)._reduce_scatter_base(mine, parts).wait()
+    _processes(group)._reduce_scatter_base(mine, parts, dist.ReduceScatterOptions()).wait()
     return mine
 
 
@@ -227,35 +292,37 @@ class _AllToAll(torch.autograd.Function):
 
 def exchanged(tensor: Tensor, group: TensorGroup, split: int, join: int) -> Tensor:
     """Give each rank its slice along ``split``, and join what comes along ``join``; without gradient."""
-    parts = torch.stack(tensor.chunk(group.size, split))
-    if _real(tensor, group):
-        _count("all_to_all", parts)
-        came = torch.empty_like(parts)
-        _processes(group).alltoall_base(came, parts, [], []).wait()
-        parts = came
-    else:
-        _tell(parts, group, 0.5)
-    return torch.cat(parts.unbind(0), join)
+    parts = tensor.chunk(group.size, split)
+    if not _real(tensor, group):
+        _tell(tensor, group, 0.5)
+        return torch.cat(parts, join)
+    _count("all_to_all", (group.size - 1) * tensor.nbytes // group.size)
+    if _direct(tensor):
+        return torch.cat(_from_others(parts, group), join)
+    given = torch.stack(parts)
+    came = torch.empty_like(given)
+    _processes(group).alltoall_base(came, given, [], []).wait()
+    return torch.cat(came.unbind(0), join)
 
 
 def copy(x: Tensor, group: TensorGroup) -> Tensor:
     """A whole tensor, on which ranks work with their slices."""
-    return _Copy.apply(x, group)  # type: ignore[no-any-return]
+    return _Copy.apply(x, group)
 
 
 def reduce(x: Tensor, group: TensorGroup) -> Tensor:
     """The sum of all ranks' addends."""
-    return _Reduce.apply(x, group)  # type: ignore[no-any-return]
+    return _Reduce.apply(x, group)
 
 
 def gather(x: Tensor, group: TensorGroup, dim: int) -> Tensor:
     """All slices along ``dim``, joined, on which ranks work with their slices of something else."""
-    return _Gather.apply(x, group, dim)  # type: ignore[no-any-return]
+    return _Gather.apply(x, group, dim)
 
 
 def reduce_scatter(x: Tensor, group: TensorGroup, dim: int) -> Tensor:
     """This rank's slice, along ``dim``, of the sum of all ranks' addends."""
-    return _ReduceScatter.apply(x, group, dim)  # type: ignore[no-any-return]
+    return _ReduceScatter.apply(x, group, dim)
 
 
 def take(x: Tensor, group: TensorGroup, dim: int, scale: float = 1.0) -> Tensor:
@@ -264,7 +331,7 @@ def take(x: Tensor, group: TensorGroup, dim: int, scale: float = 1.0) -> Tensor:
     Args:
         scale: a factor for the gradient.
     """
-    return _Take.apply(x, group, dim, scale)  # type: ignore[no-any-return]
+    return _Take.apply(x, group, dim, scale)
 
 
 def whole(x: Tensor, group: TensorGroup, dim: int, scale: float = 1.0) -> Tensor:
@@ -273,14 +340,14 @@ def whole(x: Tensor, group: TensorGroup, dim: int, scale: float = 1.0) -> Tensor
     Args:
         scale: a factor for the gradient.
     """
-    return _Whole.apply(x, group, dim, scale)  # type: ignore[no-any-return]
+    return _Whole.apply(x, group, dim, scale)
 
 
 def alike(x: Tensor, group: TensorGroup) -> Tensor:
     """What each rank has whole inside a region, for work outside: each rank's gradient is its share of the whole."""
-    return _Alike.apply(x, group)  # type: ignore[no-any-return]
+    return _Alike.apply(x, group)
 
 
 def all_to_all(x: Tensor, group: TensorGroup, split: int, join: int) -> Tensor:
     """From slices along ``join`` to slices along ``split``: [.., S/n, .., H] to [.., S, .., H/n]."""
-    return _AllToAll.apply(x, group, split, join)  # type: ignore[no-any-return]
+    return _AllToAll.apply(x, group, split, join)

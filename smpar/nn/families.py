@@ -97,17 +97,25 @@ def family_of(module: nn.Module) -> Family | None:
     plan = getattr(getattr(module, "config", None), "base_model_tp_plan", None)
     if not isinstance(plan, Mapping):
         return None
-    family = Family(_with_fused(plan))
+    family = Family(_completed(plan))
     found = matching(family.plan, [name for name, _ in module.named_modules()])
     return family if any(style.startswith("colwise") for _, style in found) else None
 
 
-def _with_fused(plan: Mapping[str, str]) -> dict[str, str]:
-    """A plan that divides linears of gate and up as two blocks, where transformers gathers what they give."""
-    gathered = {name for name, style in plan.items() if style == "colwise_gather_output"}
-    fused = {name for name in gathered if name.endswith(".gate_up_proj")}
-    ends = {name.removesuffix("gate_up_proj") + "down_proj" for name in fused}
-    return {**plan, **dict.fromkeys(fused, "packed_colwise"), **{name: "rowwise" for name in ends if name in plan}}
+def _completed(plan: Mapping[str, str]) -> dict[str, str]:
+    """A plan of transformers, and what follows from it.
+
+    A linear of gate and up is divided in two blocks, where transformers divides it evenly and gathers what it gives;
+    and an expert for all tokens, beside experts that are divided, is divided, too.
+    """
+    done = dict(plan)
+    for name, style in plan.items():
+        if name.endswith(".gate_up_proj") and style == "colwise_gather_output":
+            done |= {name: "packed_colwise", name.removesuffix("gate_up_proj") + "down_proj": "rowwise"}
+        elif style == "moe_tp_experts":
+            shared = name.rpartition(".")[0] + ".shared_expert."
+            done |= {shared + "gate_proj": "colwise", shared + "up_proj": "colwise", shared + "down_proj": "rowwise"}
+    return done
 
 
 def divide_model(module: nn.Module, group: TensorGroup) -> nn.Module:

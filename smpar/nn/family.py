@@ -14,6 +14,7 @@ in words that are not served, stays whole.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ from smpar.nn.module import become
 from smpar.nn.regions import Found, divide_region, keep_whole
 from smpar.nn.twins import Layer, Places, Region, RowLinear, WholeRegion, region_entries
 from smpar.slices import slicing_of
+
+log = logging.getLogger("smpar")
 
 COLUMNS = {"colwise": 1, "packed_colwise": 2}  # style -> blocks
 EXPERTS = ("moe_tp_experts", "ep_dispatch_experts")
@@ -76,10 +79,11 @@ def divide(model: nn.Module, family: Family, group: TensorGroup) -> None:
         layer = modules[path]
         places = Places(layer.forward)
         if group.memory:
-            for name, part in _unknown(layer):
-                keep_whole(part, f"{path}.{name}", "its plan does not speak of it", family, group)
+            for part in _unknown(layer):
+                keep_whole(part, "its plan does not speak of it", family, group)
             _mark_partial(layer, group)
         become(layer, Layer, group, entries=region_entries(places.names, ()), places=places, last=last)
+    _tell(modules)
 
 
 def _layers(plan: Mapping[str, str], modules: Mapping[str, nn.Module]) -> dict[str, bool]:
@@ -92,9 +96,7 @@ def _layers(plan: Mapping[str, str], modules: Mapping[str, nn.Module]) -> dict[s
     return found
 
 
-def _regions(
-    modules: Mapping[str, nn.Module], styles: Mapping[str, str], layers: Mapping[str, bool]
-) -> Iterator[Found]:
+def _regions(modules: Mapping[str, nn.Module], styles: Mapping[str, str], layers: Mapping[str, bool]) -> list[Found]:
     found: dict[str, Found] = {}
     latest: Found | None = None
     for name, module in modules.items():  # parents first, in the order of definition
@@ -113,30 +115,35 @@ def _regions(
             latest.experts.append(module)
         else:
             latest.unserved.add(style)
-    around = [region for region in found.values() if region.experts]
-    for region in found.values():
-        outer = next((a for a in around if region.path.startswith(a.path + ".")), None)
-        if outer is None:
-            yield region
-        else:
-            outer.inside.append(region)
+    for outer in [region for region in found.values() if region.experts]:
+        outer.inside = [region for path, region in found.items() if path.startswith(outer.path + ".")]
+        for region in outer.inside:
+            del found[region.path]
+    return list(found.values())
 
 
 TWINS = (Region, WholeRegion, RowLinear)
 
 
-def _unknown(layer: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+def _unknown(layer: nn.Module) -> Iterator[nn.Module]:
     """The outermost modules in a layer that have parts, none of them a twin.
 
     What has no parts, such as a norm, is taken to work position by position.
     """
-    for name, child in layer.named_children():
+    for child in layer.children():
         if isinstance(child, TWINS) or not any(child.children()):
             continue
         if any(isinstance(part, TWINS) for part in child.modules()):
-            yield from _unknown(child, f"{prefix}{name}.")
+            yield from _unknown(child)
         else:
-            yield prefix + name, child
+            yield child
+
+
+def _tell(modules: Mapping[str, nn.Module]) -> None:
+    """Log what stays whole, once for all layers that are alike."""
+    kept = {(re.sub(r"\b\d+\b", "*", path), m.why) for path, m in modules.items() if isinstance(m, WholeRegion)}
+    for path, why in sorted(kept):
+        log.warning("%s stays whole on each rank: %s", path, why)
 
 
 def _mark_partial(layer: nn.Module, group: TensorGroup) -> None:

@@ -10,7 +10,6 @@ with fewer of those than ranks, several ranks work with one, each on its queries
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -25,8 +24,6 @@ from smpar.slices import Slicing, bounds_of
 
 if TYPE_CHECKING:
     from smpar.nn.family import Family
-
-log = logging.getLogger("smpar")
 
 
 @dataclass
@@ -114,7 +111,7 @@ def divide_region(region: Found, family: Family, group: TensorGroup) -> None:
     head = head_of(region.module, family)
     shares = shares_of(region, head, group.size)
     if isinstance(shares, str):
-        keep_whole(region.module, region.path, shares, family, group)
+        keep_whole(region.module, shares, family, group)
         return
     divide_linears(region, shares, group)
     _set_counts(region.module, shares, family, group)
@@ -143,6 +140,7 @@ def divide_linears(region: Found, shares: Shares, group: TensorGroup, inside: bo
         if shares.shared and length == shares.shared * shares.head:
             first = group.rank * shares.shared // group.size * shares.head
             become(linear, SharedColumns, group, rows=(first, first + shares.head))
+            partial_rest(linear, group)
             continue
         slicing = shares.slicing(_out_dim(linear), length, blocks)
         slice_parameter(linear.weight, slicing, group)  # type: ignore[arg-type]
@@ -162,6 +160,8 @@ def _divide_experts(region: Found, family: Family, group: TensorGroup) -> None:
     found = {experts: experts_of(experts) for experts in region.experts}
     inside = [(part, shares_of(part, 1, group.size)) for part in region.inside]
     why = next((shares for _, shares in inside if isinstance(shares, str)), None)
+    if region.unserved:
+        why = f"{', '.join(sorted(region.unserved))} in its plan is not served"
     served = {id(m) for part in (*region.experts, *(part.module for part in region.inside)) for m in part.modules()}
     strange = next((n for n, m in module.named_modules() if n and any(m.children()) and id(m) not in served), None)
     if strange is not None:
@@ -169,7 +169,7 @@ def _divide_experts(region: Found, family: Family, group: TensorGroup) -> None:
     if min(found.values()) < group.size:
         why = f"it has {min(found.values())} experts for {group.size} ranks"
     if why is not None:
-        keep_whole(module, region.path, why, family, group)
+        keep_whole(module, why, family, group)
         return
     for experts, count in found.items():
         slicing = Slicing.even(0, count, group.size)
@@ -192,11 +192,10 @@ def experts_of(module: nn.Module) -> int:
     return count if isinstance(count, int) and counts == {count} else 0
 
 
-def keep_whole(module: nn.Module, path: str, why: str, family: Family, group: TensorGroup) -> None:
+def keep_whole(module: nn.Module, why: str, family: Family, group: TensorGroup) -> None:
     """Make a module work on whole sequences, alike on all ranks."""
-    log.warning("%s stays whole on each rank: %s", path, why)
     places = Places(module.forward)
-    become(module, WholeRegion, group, entries=region_entries(places.names, family.others), places=places)
+    become(module, WholeRegion, group, entries=region_entries(places.names, family.others), places=places, why=why)
 
 
 def _set_counts(module: nn.Module, shares: Shares, family: Family, group: TensorGroup) -> None:

@@ -59,7 +59,7 @@ def to_whole(hidden: Tensor, group: TensorGroup) -> Tensor:
     if not is_slice(hidden):
         return hidden
     part, length = _unmark(hidden, group)
-    return collectives.whole(part, group, 1)[:, :length]
+    return collectives.whole(part, group, 1)[:, :length].contiguous()
 
 
 def leave(addend: Tensor, group: TensorGroup) -> Tensor:

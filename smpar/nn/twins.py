@@ -140,10 +140,15 @@ class Region(DistributedModule):
 
 
 class WholeRegion(DistributedModule):
-    """A module amid slices of the sequence that needs the whole of it and is not divided."""
+    """A module amid slices of the sequence that needs the whole of it and is not divided.
+
+    Attributes:
+        why: it is not.
+    """
 
     entries: tuple[str, ...]
     places: Places
+    why: str
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden, group = self.places.get(self.entries[0], args, kwargs), self.tensor_group

@@ -32,6 +32,7 @@ from smpar.trace import tree
 from smpar.trace.outcome import Out, meta_of
 
 _SAMPLE = 1 << 18  # bytes of a tensor that go into its checksum
+_Line = tuple[str, str]  # what a program does, and what that gives
 _CHECKED_ON_CUDA = 3  # steps whose contents are compared on CUDA, where each comparison waits for the device
 
 
@@ -90,22 +91,32 @@ def _firsts(world: World, joined: bool) -> list[int]:
 def agree_programs(world: World, programs: Sequence[MicrobatchProgram] | None, layout: Layout) -> None:
     """Compare the microbatches' programs over the replica; None stands for programs not known beforehand.
 
+    Shapes are compared over the pipeline only, as slices inside of distributed modules may be unequal.
+
     Raises:
         ProgramsDisagree: on every rank, naming the first module or operation that differs.
     """
     lines = _lines(programs, layout)
-    mark = zlib.crc32("\n".join(lines).encode())
-    if all(row[0] == mark for row in _gather(world, [mark])):
+    what, shapes = (zlib.crc32("\n".join(column).encode()) for column in zip(*lines, strict=True))
+    firsts = _firsts(world, True)
+    table = _gather(world, [what, shapes])
+    if all(row[0] == what and row[1] == table[first][1] for row, first in zip(table, firsts, strict=True)):
         return
-    table = allgather(lines, CommGroup.MP_GROUP)
-    ranks = world.group("mp")
-    for theirs, rank in zip(table[1:], ranks[1:], strict=True):
-        if theirs != table[0]:
-            at = next((i for i, (a, b) in enumerate(zip(table[0], theirs, strict=False)) if a != b), None)
-            place = min(len(table[0]), len(theirs)) if at is None else at
-            here, there = (rows[place] if place < len(rows) else "nothing more" for rows in (table[0], theirs))
-            raise ProgramsDisagree(f"operation {place}: {here} on rank {ranks[0]}, {there} on rank {rank}")
+    every, ranks = allgather(lines, CommGroup.MP_GROUP), world.group("mp")
+    for theirs, rank in zip(every, ranks, strict=True):
+        _same_lines(every[0], theirs, ranks[0], rank, shapes=False)
+    for theirs, rank, first in zip(every, ranks, firsts, strict=True):
+        _same_lines(every[first], theirs, ranks[first], rank, shapes=True)
     raise ProgramsDisagree("the programs' checksums differ")
+
+
+def _same_lines(first: Sequence[_Line], other: Sequence[_Line], base: int, rank: int, shapes: bool) -> None:
+    here, there = ([line if shapes else line[:1] for line in lines] for lines in (first, other))
+    if here != there:
+        common = min(len(here), len(there))
+        at = next((i for i in range(common) if here[i] != there[i]), common)
+        told = ["".join(lines[at]) if at < len(lines) else "nothing more" for lines in (first, other)]
+        raise ProgramsDisagree(f"operation {at}: {told[0]} on rank {base}, {told[1]} on rank {rank}")
 
 
 def share_costs(world: World, programs: Sequence[MicrobatchProgram] | None) -> None:
@@ -136,19 +147,20 @@ def _gather(world: World, numbers: list[int]) -> list[list[int]]:
     return [row.tolist() for row in everyone]
 
 
-def _lines(programs: Sequence[MicrobatchProgram] | None, layout: Layout) -> list[str]:
+def _lines(programs: Sequence[MicrobatchProgram] | None, layout: Layout) -> list[_Line]:
     if programs is None:
-        return ["program order"]
-    lines = [line for program in dict.fromkeys(programs) for line in _program_lines(program, layout)]
+        return [("program order", "")]
+    distinct = list(dict.fromkeys(programs))
+    lines = [line for program in distinct for line in _program_lines(program, layout)]
     # Schedules follow the costs: where these differ, ranks would take each other's messages for others of their size.
-    return lines + [f"costs of {segment}" for program in dict.fromkeys(programs) for segment in program.shape.segments]
+    return lines + [(f"costs of {segment}", "") for program in distinct for segment in program.shape.segments]
 
 
-def _program_lines(program: MicrobatchProgram, layout: Layout) -> list[str]:
-    lines = [f"state in {program.in_turn}"] if program.in_turn else []
+def _program_lines(program: MicrobatchProgram, layout: Layout) -> list[_Line]:
+    lines = [(f"state in {program.in_turn}", "")] if program.in_turn else []
     for event in program.events:
         if not isinstance(event, Event):
-            lines.append("model.backward")
+            lines.append(("model.backward", ""))
             continue
         name = layout.name(event.target)
         if " at 0x" in name:  # an address is another one on each rank
@@ -160,8 +172,8 @@ def _program_lines(program: MicrobatchProgram, layout: Layout) -> list[str]:
             for place in (*event.outcome.places, *(out for _, out in event.outcome.written))
         ]
         origins = ", ".join("-" if i is None else f"#{i}" for i in event.inputs)
-        draws = f", {event.outcome.draws} draws" if event.outcome.draws else ""
-        lines.append(f"{name} on stage {event.stage} of ({origins}) -> {', '.join(made)}{draws}")
+        draws = f" with {event.outcome.draws} draws" if event.outcome.draws else ""
+        lines.append((f"{name} on stage {event.stage} of ({origins}){draws}", f" -> {', '.join(made)}"))
     return lines
 
 

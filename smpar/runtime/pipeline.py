@@ -25,7 +25,7 @@ from smpar.observe.transfers import StageChannels
 from smpar.runtime.agreement import agree_programs, share_costs
 from smpar.runtime.executor import Executor, Timetable
 from smpar.runtime.measure import Measurer
-from smpar.runtime.partitioning import Goal, Partitioned, make_layout
+from smpar.runtime.partitioning import Explored, Goal, Partitioned, make_layout
 from smpar.runtime.planned import planned_layout
 from smpar.runtime.planning import explore
 from smpar.runtime.reducer import Reducer
@@ -43,6 +43,7 @@ from smpar.stage.units import marked
 from smpar.trace import tree
 from smpar.trace.draws import mix
 from smpar.trace.fake import FakeRunner
+from smpar.trace.graph import ModuleGraph
 from smpar.trace.outcome import meta_of
 from smpar.trace.outcomes import Outcomes, module_key, states
 
@@ -266,6 +267,8 @@ class Pipeline:
             if self.measure:
                 measurer = stack.enter_context(Measurer(self.outcomes, self._first_tells))
                 goal = dataclasses.replace(goal, measure=measurer.measure)
+            if self.world.axis_size("tp") > 1:
+                goal = dataclasses.replace(goal, measure=functools.partial(self._first_slice_tells, goal.measure))
             if c.plan is not None:
                 own = planned_layout(fn, batch.calls[0], self.model, self.outcomes, goal, c.plan)
             else:
@@ -279,6 +282,13 @@ class Pipeline:
     def _first_tells(self, work: Callable[[], Any]) -> Any:
         """What ``work`` gives on the replica's first rank, on all of its ranks; first stages do it together."""
         return broadcast(work() if self.rank == 0 else None, CommGroup.MP_GROUP, src=0)
+
+    def _first_slice_tells(self, measure: Callable[[Explored], ModuleGraph] | None, seen: Explored) -> ModuleGraph:
+        """The graph as it is on the first rank of the tensor-parallel group, whose slices may be larger.
+
+        Ranks choose alike, and so trace alike: what is joined from their batches is joined in traces, too.
+        """
+        return broadcast(measure(seen) if measure is not None else seen.graph, CommGroup.TP_GROUP, src=0)
 
     def _plan(
         self, fn: Callable[..., Any], batch: Batch, look: Look, seeds: Sequence[int]

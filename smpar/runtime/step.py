@@ -18,6 +18,7 @@ from smpar.runtime.core import Runtime, runtime
 from smpar.runtime.draws import Draws
 from smpar.runtime.pipeline import Look
 from smpar.runtime.plan_file import compare_samples
+from smpar.stage.run import whole
 from smpar.stage.split import Batch, merge, split
 from smpar.trace import tree
 from smpar.trace.draws import mix, seed_generators, sharded
@@ -202,7 +203,7 @@ def _without_pipeline(
                 if reducer is not None and last:
                     reducer.before(0)
                 with draws.watching(kind, loss_backward), now.spans.microbatch(i):
-                    results.append(fn(*args, **kwargs))
+                    results.append(tree.map_tensors(whole, fn(*args, **kwargs)))
                 if reducer is not None and last:
                     reducer.after(0)
             finally:

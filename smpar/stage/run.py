@@ -258,10 +258,10 @@ class Run(abc.ABC):
         """
         for held in (self.attributes, self._received, self._parameters):
             held.clear()
-        if backward:
-            for tensor in tree.tensors(result):
-                if type(tensor) is StageTensor and tensor.value is not None:
-                    tensor.value = tensor.value.detach()
+        for tensor in tree.tensors(result):
+            if type(tensor) is StageTensor and tensor.value is not None:
+                value = whole(tensor.value)
+                tensor.value = value.detach() if backward else value
 
     def release(self) -> None:
         """Let go of all tensors: the microbatch has nothing more to do on this rank."""
@@ -291,7 +291,7 @@ class Run(abc.ABC):
         if self._rank_of(flow.producer) != self.rank:
             return
         tensor = next(t for t in leaves if type(t) is StageTensor and t.ident == flow.tensor)
-        value = tensor.value
+        value = tensor.value = whole(tensor.value)
         assert value is not None
         # a view of a parameter made under no_grad requires gradients, but has no node, and nothing flows back to it
         if value.requires_grad and not tensor.spoilt and (value.grad_fn is not None or torch.is_grad_enabled()):
@@ -462,6 +462,12 @@ class Run(abc.ABC):
     def plain(self) -> Plain:
         """Outside of glue: torch calls and modules behave as usual."""
         return Plain(self.mode)
+
+
+def whole(value: torch.Tensor | None) -> Any:
+    """The plain tensor for one of which this rank holds a slice that looks whole, as logits do; others as they are."""
+    become_whole = getattr(value, "smp_whole", None)
+    return value if become_whole is None else become_whole()
 
 
 _DETACHING = (torch.Tensor.detach, torch.detach)

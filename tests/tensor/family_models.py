@@ -121,6 +121,9 @@ PLANNED: dict[str, tuple[str, str, Callable[[Sizes], dict[str, Any]]]] = {
         "output_router_logits": True, "router_aux_loss_coef": 0.5}),
     "qwen2_moe": ("Qwen2MoeConfig", "Qwen2MoeForCausalLM", lambda s: {**s.llama(), "num_experts": s.experts,
         "num_experts_per_tok": 2, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 10}),
+    "glm4_moe": ("Glm4MoeConfig", "Glm4MoeForCausalLM", lambda s: {**s.llama(), "n_routed_experts": s.experts,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 8, "n_group": 1, "topk_group": 1,
+        "first_k_dense_replace": 1}),
 }  # fmt: skip
 
 

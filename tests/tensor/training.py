@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 STEPS, BATCH, MAX_NORM = 3, 8, 0.5
@@ -72,8 +73,13 @@ def made(name: str, seed: int) -> tuple[nn.Module, list[Tensor]]:
     return model.train(), [torch.randint(1, vocabulary, (BATCH, length)) for _ in range(STEPS)]
 
 
-def inputs_of(name: str, ids: Tensor) -> dict[str, Tensor]:
-    return {"input_ids": ids, "labels": ids[:, :4] if name == "t5" else ids}
+def loss_of(name: str, model: Any, ids: Tensor) -> Tensor:
+    """Of the next token; for T5, of four. transformers' own losses are of float32 logits."""
+    if name == "t5":
+        logits, labels = model(input_ids=ids, decoder_input_ids=ids[:, :4]).logits, ids[:, 1:5]
+    else:
+        logits, labels = model(input_ids=ids).logits[:, :-1], ids[:, 1:]
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
@@ -92,7 +98,7 @@ def train_alone(name: str, seed: int) -> Trained:
     done = Trained([], [], {})
     for ids in batches:
         optimizer.zero_grad()
-        loss = model(**inputs_of(name, ids)).loss
+        loss = loss_of(name, model, ids)
         loss.backward()
         done.losses.append(float(loss.detach()))
         done.norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
@@ -118,15 +124,15 @@ def train(name: str, seed: int, config: dict[str, Any]) -> Trained:
     place, places = (smp.rdp_rank(), smp.rdp_size()) if prescaled else (smp.dp_rank(), smp.dp_size())
 
     @smp.step
-    def step(model: Any, inputs: dict[str, Tensor]) -> Tensor:
-        loss = model(**inputs).loss
+    def step(model: Any, ids: Tensor) -> Tensor:
+        loss = loss_of(name, model, ids)
         model.backward(loss)
         return loss
 
     done = Trained([], [], {})
     for ids in batches:
         optimizer.zero_grad()
-        loss = step(wrapped, inputs_of(name, ids.chunk(places)[place])).reduce_mean()
+        loss = step(wrapped, ids.chunk(places)[place]).reduce_mean()
         torch.distributed.all_reduce(loss, group=smp.get_dp_process_group())
         done.losses.append(float(loss) / smp.dp_size())
         done.norms.append(float(smp.clip_grad_norm_(wrapped, MAX_NORM)))

@@ -47,7 +47,7 @@ class DistributedTransformerLayer(_Tupled):
         else:
             states, mask, states_mask = (*others, None, None)[:3]
             hidden = self.cross_attention(self.attention(hidden, mask), states, states_mask)
-        return self.output(hidden)  # type: ignore[no-any-return]
+        return self.output(hidden)
 
 
 class DistributedTransformer(_Tupled):
@@ -67,4 +67,4 @@ class DistributedTransformer(_Tupled):
         )
 
     def run(self, hidden: Tensor, *others: Any) -> Tensor:
-        return self.seq_layers((self.slice(hidden), *others))[0]  # type: ignore[no-any-return]
+        return self.seq_layers((self.slice(hidden), *others))[0]
