@@ -77,7 +77,8 @@ class VocabularyHead(DistributedModule):
 
 
 def _like_whole(local: Tensor, slicing: Slicing) -> Tensor:
-    return torch.cat([local] * len(slicing.runs), -1)[..., : slicing.length]
+    enough = -(-slicing.length // local.shape[-1])
+    return torch.cat([local] * enough, -1)[..., : slicing.length].contiguous()
 
 
 def _whole_because(module: nn.Module, group: TensorGroup) -> str:
