@@ -21,7 +21,7 @@ from smpar.planner.cluster import DeviceType
 from smpar.planner.hardware import DATA_SHEET, Reached
 from smpar.planner.profile import Layer, Profile, Times
 from smpar.probe.divided import alike, counterparts, divided_copies, divided_of, unlike
-from smpar.probe.model import at_size, call_of, layers_of, tensors_of, tied_of
+from smpar.probe.traces import at_size, call_of, layers_of, tensors_of, tied_of
 from smpar.runtime.module_graph import open_until_even, run
 from smpar.runtime.partitioning import Explored, survey
 from smpar.trace.fake import FakeRunner

@@ -18,7 +18,7 @@ from torch import nn
 from smpar.nn.distribute import distribute
 from smpar.nn.group import TensorGroup
 from smpar.planner.profile import Divided, Layer, Profile
-from smpar.probe.model import tensors_of, tied_of
+from smpar.probe.traces import tensors_of, tied_of
 from smpar.runtime.partitioning import Explored
 from smpar.slices import slicing_of
 
