@@ -57,8 +57,8 @@ def plan(
         step: ``step(model, *batch)`` calls the model and gives the loss; None calls the model alone.
         fix: what is decided already: ``{"tp": 1, "pp": [2, 4], "schedule": "1f1b"}``; see
             `smpar.planner.space.Constraints` for the names. Unless they are among them, recomputation and sharding of
-            the optimizer's state are left out, as `smpar.init` does not run them yet: ``{"recompute": ["none", "full"]}``
-            plans with it all the same.
+            the optimizer's state are left out, as `smpar.init` does not run them yet:
+            ``{"recompute": ["none", "full"]}`` plans with it all the same.
         keep: how many plans to return at most.
         shown: whether progress is shown, on standard error.
 

@@ -482,7 +482,7 @@ class _Search:
 
     def _help(self) -> str:
         ways = ["more devices or larger ones"]
-        if self.model.profile.undivided:
+        if all(times.tp == 1 for times in self.model.profile.times):
             ways.append("tensor parallelism (smpar.set_tensor_parallelism)")
         if not self.constraints.allows("recompute", "full"):
             ways.insert(0, 'allow recompute "full"')
