@@ -17,6 +17,7 @@ from torch import nn
 
 from smpar.nn.distribute import distribute
 from smpar.nn.group import TensorGroup
+from smpar.nn.twins import Region
 from smpar.planner.profile import Divided, Layer, Profile
 from smpar.probe.traces import tensors_of, tied_of
 from smpar.runtime.partitioning import Explored
@@ -58,10 +59,17 @@ def divided_copies(model: nn.Module, degrees: Iterable[int]) -> tuple[dict[int, 
 
 
 def alike(model: nn.Module, opened: Iterable[nn.Module], copies: Iterable[nn.Module]) -> set[nn.Module]:
-    """Those of the opened modules that the copies have, too: not replaced by one of another class."""
+    """Those of the opened modules that the copies have, too, not replaced by one of another class.
+
+    Regions stay closed: only while it runs whole, one gathers again in its backward what else it would have to keep.
+    """
     modules = [dict(c.named_modules()) for c in copies]
     names = {module: name for name, module in model.named_modules()}
-    return {m for m in opened if all(isinstance(there.get(names[m]), type(m)) for there in modules)}
+    return {
+        m
+        for m in opened
+        if all(isinstance(twin := there.get(names[m]), type(m)) and not isinstance(twin, Region) for there in modules)
+    }
 
 
 def counterparts(model: nn.Module, chosen: Iterable[nn.Module], other: nn.Module) -> set[nn.Module]:
