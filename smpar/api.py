@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from smpar import amp
+from smpar import amp, nn
 from smpar.advisor import plan
 from smpar.comm.messages import (
     CommGroup,
@@ -23,7 +23,8 @@ from smpar.describe.plans import plans_text
 from smpar.describe.report import metrics, report, timetable
 from smpar.errors import SmparError
 from smpar.model import DistributedModel, set_partition
-from smpar.nn.distribute import set_tensor_parallelism
+from smpar.nn.marks import model_creation, set_tensor_parallelism, tensor_parallelism
+from smpar.nn.registry import tp_register, tp_register_with_module
 from smpar.optimizer import DistributedOptimizer, clip_grad_norm_
 from smpar.ranks import *  # noqa: F403
 from smpar.ranks import __all__ as _rank_functions
@@ -45,7 +46,9 @@ __all__ = [
     "init", "shutdown", "is_initialized", "is_tracing",
     # training
     "step", "StepOutput", "DistributedModel", "DistributedOptimizer", "clip_grad_norm_", "amp",
-    "partition", "set_partition", "set_tensor_parallelism",
+    "partition", "set_partition",
+    # tensor parallelism
+    "nn", "tensor_parallelism", "set_tensor_parallelism", "model_creation", "tp_register", "tp_register_with_module",
     # planning
     "plan", "plans_text", "plans_page",
     # seeing

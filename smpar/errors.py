@@ -371,5 +371,50 @@ class LayerArgumentError(SmparError):
         super().__init__(f"smpar.nn.{layer} is made with its documented arguments", found, fix)
 
 
+class MarkedTooLate(StepError):
+    """Tensor parallelism is asked for when the model has been divided already."""
+
+    RULE = "tensor parallelism is asked for before smpar.DistributedModel divides the model"
+    FIX = "smpar.set_tensor_parallelism(module); model = smpar.DistributedModel(module)"
+
+
+class RegistrationError(StepError):
+    """A class is registered with something that cannot take its place."""
+
+    RULE = "a class of modules is registered with another class of modules, and with hooks that can be called"
+    FIX = "@smpar.tp_register(DividedLayer, init_hook=..., forward_hook=..., return_hook=...) on a class of nn.Module"
+
+
+class HookMismatch(StepError):
+    """A hook of a registered class takes or gives other arguments than the class and its twin have."""
+
+    RULE = "the hooks of a registered class translate its arguments to those of its divided twin, and the result back"
+    FIX = (
+        "init_hook(*args, **kwargs) and forward_hook(*args, **kwargs) take what the registered class takes and return "
+        "(args, kwargs) for the twin (init_hook may return None: leave it whole); return_hook(result) translates back"
+    )
+
+
+class OtherDtype(StepError):
+    """Modules of different dtypes would be divided as one."""
+
+    RULE = "what is divided together, and the twin that takes a module's place, have one dtype"
+    FIX = "make the model in one dtype, smpar.model_creation(tensor_parallelism=True, dtype=...), or module.to(dtype)"
+
+
+class TwinWeights(StepError):
+    """The weights that a registered translation gives do not fit the twin."""
+
+    RULE = "weights(state) of a registered class gives the whole state of its twin, by the twin's names"
+    FIX = "smpar.tp_register(..., weights=function from the module's state_dict() to that of its twin)"
+
+
+class ModelsDiffer(RanksDisagree):
+    """Ranks made different models, or asked for different parts of them to be divided."""
+
+    RULE = "all ranks make the same model, and ask for the same modules of it to be divided"
+    FIX = "let nothing in the model's creation depend on smpar.rank(), but for its weights, which may differ"
+
+
 class CommandError(SmparError):
     """A command of ``smpar`` got an argument that it cannot use."""

@@ -15,6 +15,7 @@ from smpar.comm.peers import Peers
 from smpar.errors import CommHookError, JoinError, ModelError, NotThroughModel, OutsideOfStep, WrongBackward
 from smpar.nn.distribute import distribute
 from smpar.nn.group import TensorGroup
+from smpar.nn.module import DistributedModule
 from smpar.runtime.core import runtime
 from smpar.runtime.draws import Draws
 from smpar.runtime.partitioning import check_pins
@@ -85,19 +86,21 @@ class DistributedModel(nn.Module):
         check_pins(module, now.stages)
         if now.config.plan is not None:
             check_layers(module, now.config.plan)
+        module = distribute(module, TensorGroup.current())
         if now.world.device.type == "cuda" and not any(p.is_meta for p in module.parameters()):
             module.to(now.world.device)
-        self.module = module = distribute(module, TensorGroup.current())
+        self.module = module
+        world = now.world
+        whole, sliced = Peers.along(world, "dp"), Peers.along(world, "rdp")
         self.average_grads = average_grads_across_microbatches
         self.pipeline: Pipeline | None = None
         self.unstepped: Unstepped | None = None
         self._pending_state: tuple[Mapping[str, Any], bool] | None = None
-        world = now.world
         self.trained, self.draws = Trained(module), Draws()
         self.circumstances = Circumstances(Structure(module))
         self.reducer = Reducer(
-            Peers.along(world, "dp"),
-            Peers.along(world, "rdp"),
+            whole,
+            sliced,
             cap=cap_in_bytes(bucket_cap_mb),
             overlap=overlapping_allreduce,
             early_views=gradient_as_bucket_view,
@@ -209,6 +212,10 @@ class DistributedModel(nn.Module):
     def local_modules(self) -> Iterator[nn.Module]:
         """Modules that run on this rank."""
         return (m for _, m in self.local_named_modules())
+
+    def distributed_modules(self) -> Iterator[nn.Module]:
+        """The modules that the ranks of a tensor-parallel group run together."""
+        return (m for m in self.module.modules() if isinstance(m, DistributedModule))
 
     def is_distributed_parameter(self, parameter: torch.Tensor) -> bool:
         """Whether this rank holds a slice of it: of a parameter that is divided over the tensor-parallel group."""

@@ -154,6 +154,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """The whole optimizer's state in torch's format, on every rank; all ranks of a replica call it together.
 
         Tensors of the shape of a parameter's slice are joined as the slices are; all else is taken to be alike.
+        Numbers count the parameters of the model as it is: what `runtime.wholes` translates has those of its own.
         """
         now = runtime()
         local = self.local_state_dict()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from smpar.nn.families import register_family
+from smpar.nn.family import Family
 from smpar.nn.layers.attention import DistributedAttentionLayer
 from smpar.nn.layers.embedding import DistributedEmbedding
 from smpar.nn.layers.flash import FlashAttentionLayer
@@ -21,6 +23,8 @@ __all__ = [
     "DistributedTransformerLMHead",
     "DistributedTransformerLayer",
     "DistributedTransformerOutputLayer",
+    "Family",
     "FlashAttentionLayer",
     "FusedLayerNorm",
+    "register_family",
 ]

@@ -118,8 +118,11 @@ def _completed(plan: Mapping[str, str]) -> dict[str, str]:
     return done
 
 
-def divide_model(module: nn.Module, group: TensorGroup) -> nn.Module:
+def divide_model(module: nn.Module, group: TensorGroup, vocabulary: bool = True) -> nn.Module:
     """Make a model whose family is known a twin, with all that is in it, in place; returns it.
+
+    Args:
+        vocabulary: whether its embedding is divided, too.
 
     Raises:
         LookupError: its family is not known.
@@ -129,7 +132,7 @@ def divide_model(module: nn.Module, group: TensorGroup) -> nn.Module:
         raise LookupError(f"no family for a {type(module).__name__}: smpar.nn.families.register_family")
     divide(module, family, group)
     embedding = getattr(module, "get_input_embeddings", lambda: None)()
-    if isinstance(embedding, nn.Embedding):
+    if vocabulary and isinstance(embedding, nn.Embedding):
         divide_embedding(embedding, group)
     return become(module, Outermost, group, places=Places(module.forward))
 

@@ -37,18 +37,25 @@ def divide_leaf(module: nn.Module, group: TensorGroup) -> nn.Module | None:
     Known are ``nn.MultiheadAttention``, ``nn.TransformerEncoderLayer``, ``nn.TransformerDecoderLayer`` and stacks of
     such layers, ``nn.TransformerEncoder`` and ``nn.TransformerDecoder``, unless a subclass has another ``forward``.
     """
-    divided: nn.Module | None = None
-    if group.size == 1:
+    if group.size == 1 or not is_leaf(module):
         return None
+    divided: nn.Module | None
     if _is(module, nn.MultiheadAttention):
         divided = _divide_attention(module, dataclasses.replace(group, memory=False))
     elif any(_is(module, cls) for cls in LAYERS):
         divided = _divide_layer(module, group)
-    elif any(_is(module, cls) for cls in STACKS) and all(_is(m, c) for m, c in _stacked(module)):
+    else:
         divided = _divide_stack(module, group)
     if divided is not None:
         torch.backends.mha.set_fastpath_enabled(False)
     return divided
+
+
+def is_leaf(module: nn.Module) -> bool:
+    """Whether `divide_leaf` knows it."""
+    if any(_is(module, cls) for cls in STACKS):
+        return all(_is(layer, cls) for layer, cls in _stacked(module))
+    return any(_is(module, cls) for cls in (nn.MultiheadAttention, *LAYERS))
 
 
 def _is(module: nn.Module, cls: type[nn.Module]) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,8 @@ from smpar.slices import Slicing
 from smpar.trace.draws import sharded
 
 log = logging.getLogger("smpar")
+
+T = TypeVar("T", bound=DistributedModule)
 
 
 def out_dim(linear: nn.Module) -> int:
@@ -55,12 +57,12 @@ def divide_columns(linear: nn.Module, unit: int, group: TensorGroup, blocks: int
     return slicing
 
 
-def divide_rows(linear: nn.Module, unit: int, group: TensorGroup) -> RowLinear:
-    """Let a linear take this rank's input features only, and sum the group's results."""
+def divide_rows(linear: nn.Module, unit: int, group: TensorGroup, twin: type[T] = RowLinear) -> T:  # type: ignore[assignment]
+    """Let a linear take this rank's input features only, and sum the group's results, as a twin of class ``twin``."""
     slicing = Slicing.even(1 - out_dim(linear), in_features(linear), group.size, unit)
     slice_parameter(linear.weight, slicing, group)  # type: ignore[arg-type]
     _set_size(linear, ("in_features", "nx"), slicing.size(group.rank))
-    return become(linear, RowLinear, group)
+    return become(linear, twin, group)
 
 
 def _set_size(module: nn.Module, names: tuple[str, ...], size: int) -> None:

@@ -81,7 +81,7 @@ def _like_whole(local: Tensor, slicing: Slicing) -> Tensor:
     return torch.cat([local] * enough, -1)[..., : slicing.length].contiguous()
 
 
-def _whole_because(module: nn.Module, group: TensorGroup) -> str:
+def whole_because(module: nn.Module, group: TensorGroup) -> str:
     """Why a module's vocabulary stays whole; empty if it does not."""
     rows = int(module.weight.shape[0])  # type: ignore[union-attr]
     if rows < group.size:
@@ -100,7 +100,7 @@ def divide_embedding(module: nn.Embedding, group: TensorGroup, outermost: bool =
     """
     if isinstance(module, DistributedModule):
         return True
-    why = _whole_because(module, group)
+    why = whole_because(module, group)
     if why:
         log.warning("%s(%s) stays whole on each rank: %s", type(module).__name__, module.extra_repr(), why)
         return False
@@ -115,7 +115,7 @@ def divide_head(module: nn.Linear, group: TensorGroup) -> bool:
 
     Its weight may be an embedding's, which then has to be divided before.
     """
-    why = _whole_because(module, group)
+    why = whole_because(module, group)
     if why:
         log.warning("the linear that gives logits stays whole on each rank: %s", why)
         return False

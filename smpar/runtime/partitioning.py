@@ -17,6 +17,7 @@ from smpar.planner.chain import Edge, Partition, Tie, TooFewUnits, UnitCost
 from smpar.planner.partition import EVENNESS
 from smpar.planner.partition import partition as best_cuts
 from smpar.runtime.core import number_of_stages
+from smpar.runtime.creation import made_inside
 from smpar.runtime.planning import explore, graph_of
 from smpar.stage.explorer import ValueNeeded
 from smpar.stage.layout import Layout, maximal_units
@@ -29,7 +30,6 @@ from smpar.trace.watch import RATES
 log = logging.getLogger("smpar")
 
 _pins: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
-_contexts: list[int] = []
 
 # Bytes of parameters, gradients and two moments of Adam, per byte of parameter.
 STATE = 4
@@ -47,21 +47,8 @@ _STREAM = 2.5
 def partition(stage: int) -> Iterator[None]:
     """Modules made inside run on pipeline stage ``stage``; the innermost context wins (SMP's ``smp.partition``)."""
     check_index(stage)
-    plain = nn.Module.__init__
-
-    def init(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        plain(module, *args, **kwargs)
-        _pins[module] = _contexts[-1]
-
-    _contexts.append(stage)
-    if len(_contexts) == 1:
-        nn.Module.__init__ = init  # type: ignore[method-assign, assignment]
-    try:
+    with made_inside(lambda module: set_partition(module, stage)):
         yield
-    finally:
-        _contexts.pop()
-        if not _contexts:
-            nn.Module.__init__ = plain  # type: ignore[method-assign]
 
 
 def set_partition(module: nn.Module, stage: int) -> None:

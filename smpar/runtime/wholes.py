@@ -8,7 +8,8 @@ there it goes to the others along ``pp``. With two stages of two slices each, fo
     stage 1                           ────▶                            ────▶       | a b |     | a b |
 
 A part of the model may have other parameters than the module in whose place it stands. It then has two methods, which
-get and return whole tensors under their full names, those that begin with ``prefix``; what they do not know, stays::
+get and return whole tensors under their full names, those that begin with ``prefix``; what they do not get, they leave
+out::
 
     def whole_state(self, state: dict[str, Any], prefix: str) -> dict[str, Any]: ...  # its names -> the other's
     def own_state(self, state: dict[str, Any], prefix: str) -> dict[str, Any]: ...    # the other's -> its names
@@ -236,13 +237,13 @@ def translated(
     result = _like(state, state.items())
     paths = list(module.named_modules(remove_duplicate=False))  # from the outside in, as names are taken over
     for path, part in paths if method == "own_state" else reversed(paths):
-        change = getattr(part, method, None)
+        change = getattr(type(part), method, None)  # of the class: modules may pass attributes of inner ones for theirs
         prefix = f"{path}." if path else ""
         before = {n: v for n, v in result.items() if n.startswith(prefix)}
         if change is not None and before:
             first = list(result).index(next(iter(before)))
             others = [(n, v) for n, v in result.items() if n not in before]
-            result = _like(state, [*others[:first], *change(before, prefix).items(), *others[first:]])
+            result = _like(state, [*others[:first], *change(part, before, prefix).items(), *others[first:]])
     return result
 
 

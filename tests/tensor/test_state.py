@@ -231,11 +231,11 @@ class Held(nn.Module):
         self.norm = nn.BatchNorm1d(2)
 
 
-def held(size: int, seed: int) -> dict[str, Any]:
-    """The whole state, after it went into another model's slices."""
+def held(size: int, pp: int, seed: int) -> dict[str, Any]:
+    """The whole state, before any partition, after it went into another model's slices."""
     import smpar as smp
 
-    smp.init({**division(size), "prescaled_batch": True})
+    smp.init({**division(size, pp), "prescaled_batch": True})
     mine = Held(seed, smp.tp_rank(), size)
     whole = smp.DistributedModel(mine).state_dict()
     other = Held(seed + 1, smp.tp_rank(), size, like=seed)
@@ -251,8 +251,8 @@ def held(size: int, seed: int) -> dict[str, Any]:
 
 def test_a_whole_state_has_every_element_whatever_its_type_and_the_division(pool: Pool, seed: int) -> None:
     want = Held(seed, 0, 1).state_dict()
-    for size in (2, 3):
-        for whole in pool.run(size, held, size, seed):
+    for size, pp in ((2, 1), (3, 1), (2, 2)):
+        for whole in pool.run(size * pp, held, size, pp, seed):
             assert list(whole) == list(want)
             for name, tensor in want.items():
                 assert whole[name].dtype == tensor.dtype and torch.equal(whole[name], tensor), name
