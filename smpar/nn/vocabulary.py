@@ -9,7 +9,6 @@ import logging
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -49,7 +48,11 @@ class VocabularyEmbedding(DistributedModule, nn.Embedding):
         elsewhere = (ids < start) | (ids >= stop)
         padding = self.padding_idx
         mine = None if padding is None or not start <= padding < stop else padding - start
-        found = F.embedding((ids - start).masked_fill(elsewhere, 0), self.weight, mine)
+        self.padding_idx = mine
+        try:  # the class that this is a twin of may do more than look up: scale, for one
+            found = super().forward((ids - start).masked_fill(elsewhere, 0))
+        finally:
+            self.padding_idx = padding
         return collectives.reduce(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), group)
 
 
