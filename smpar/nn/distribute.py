@@ -53,7 +53,9 @@ def distribute(module: nn.Module, group: TensorGroup) -> nn.Module:
     asked = any(mark_of(part).enabled for part in module.modules())
     if asked:
         module = _Walk(module, group).run()
-    if not any(isinstance(part, DistributedModule) for part in module.modules()):
+    divided = [name or "(model)" for name, part in module.named_modules() if isinstance(part, DistributedModule)]
+    log.info("smpar: divided over %d ranks: %s", group.size, ", ".join(divided))
+    if not divided:
         log.warning(
             "smpar: tensor_parallel_degree is %d, but %s: every rank holds all of the model. Call "
             "smpar.set_tensor_parallelism(module) before smpar.DistributedModel(module), or make the model in `with "
