@@ -78,8 +78,10 @@ def few_equal(seed: int, mode: str) -> None:
     with group_of(4, mode) as joined:
         for name in ("gpt2", "bert", "t5", "mixtral"):
             model = compare(name, seed, joined, heads=3, kv=3, experts=3)
-            whole = kept_whole(model)
-            assert (whole and not any("mlp" in name for name in whole if "experts" not in name)) or name == "mixtral"
+            parts = ("att", "mlp") if name == "mixtral" else ("att",)
+            whole = [path.lower() for path in kept_whole(model)]
+            assert all(any(part in path for path in whole) for part in parts)
+            assert all(any(part in path for part in parts) for path in whole)
 
 
 @pytest.mark.parametrize("mode", ["memory-joined", "speed-prescaled"])
