@@ -33,7 +33,7 @@ from smpar.nn.group import TensorGroup
 from smpar.trace.watch import tell
 
 _CPU = torch.device("cpu")
-_TAG = 0x7E45  # of the messages between pairs
+_TAG = 7300  # of the messages between pairs
 _SMALL = 1 << 20  # bytes to all others, up to which they are given whole, rather than reduced in slices and gathered
 
 _counts: list[Counter[str]] = []

@@ -15,6 +15,7 @@ from smpar.comm.messages import CommGroup, allgather
 from smpar.comm.peers import Peers
 from smpar.errors import ModelsDiffer, OtherDtype
 from smpar.nn.families import divide_model, family_of, heads_of
+from smpar.nn.family import VOCABULARY, matching
 from smpar.nn.group import TensorGroup
 from smpar.nn.leaves import divide_leaf, is_leaf
 from smpar.nn.linears import divide_linear
@@ -119,12 +120,12 @@ class _Walk:
         """What takes the root's place."""
         layers = (
             Rule(lambda m: registration_of(m) is not None, self._replaced),
-            Rule(lambda m: family_of(m) is not None, self._model, _input_of),
+            Rule(lambda m: family_of(m) is not None, self._model, _inputs_of),
             Rule(is_leaf, self._leaf),
         )
         parts = (
             Rule(self._gives_logits, self._head),
-            Rule(lambda m: type(m).forward is nn.Embedding.forward, self._embedding),
+            Rule(_is_embedding, self._embedding),
             Rule(lambda m: type(m) is nn.Linear, self._linear),
         )
         root = self._visit(self.root, "", layers, {})
@@ -195,29 +196,45 @@ class _Walk:
             for owner in self.owners[weight]
         )
 
+    @property
+    def _within(self) -> set[nn.Module]:
+        """All that is in models which were divided by their family."""
+        return {part for base in self.bases for part in base.modules()}
+
     def _divide_inputs(self) -> None:
         """Divide the embeddings of divided models, unless models that are whole use them, too."""
-        within = {part for base in self.bases for part in base.modules()}
-        for embedding in {part for base in self.bases for part in _input_of(base)}:
-            users = (part for part in self.root.modules() if embedding in _input_of(part))
+        within = self._within
+        for embedding in dict.fromkeys(part for base in self.bases for part in _inputs_of(base)):
+            users = (part for part in self.root.modules() if embedding in _inputs_of(part))
             if self._vocabulary_divides(embedding.weight) and all(user in within for user in users):
                 for owner in self.owners[embedding.weight]:
                     if isinstance(owner, nn.Embedding):
                         divide_embedding(owner, self.group, outermost=owner not in within)
 
+    def _whole_vocabulary(self, module: nn.Module, weight: Tensor) -> str:
+        """Why an embedding or output layer stays whole, outside of divided models; empty if it does not."""
+        if why := whole_because(module, self.group):
+            return why
+        within = self._within
+        for owner, name in self.owners[weight].items():
+            twin = isinstance(owner, DistributedModule)
+            if isinstance(owner, nn.Embedding) and not twin and (owner in within or not _is_embedding(owner)):
+                return f"it shares its weight with {name}, which stays whole"
+        return "" if self._vocabulary_divides(weight) else "it shares its weight with what was not asked for"
+
     def _head(self, module: nn.Module) -> nn.Module | str:
         assert isinstance(module, nn.Linear)
-        if not self._vocabulary_divides(module.weight):
-            return whole_because(module, self.group) or "it shares its weight with what is not divided"
-        divide_head(module, self.group)
-        return module
+        why = self._whole_vocabulary(module, module.weight)
+        if not why:
+            divide_head(module, self.group)
+        return why or module
 
     def _embedding(self, module: nn.Module) -> nn.Module | str:
         assert isinstance(module, nn.Embedding)
-        if not self._vocabulary_divides(module.weight):
-            return whole_because(module, self.group) or "it shares its weight with what is not divided"
-        divide_embedding(module, self.group, outermost=True)
-        return module
+        why = self._whole_vocabulary(module, module.weight)
+        if not why:
+            divide_embedding(module, self.group, outermost=True)
+        return why or module
 
     # -- the rest -------------------------------------------------------------------------------
 
@@ -256,12 +273,20 @@ class _Walk:
         return divide_linear(module, self.group) or "it has fewer features than there are ranks"
 
 
-def _input_of(module: nn.Module) -> set[nn.Embedding]:
-    """The embedding of a model whose family is known, if it has one."""
-    if family_of(module) is None:
-        return set()
-    embedding = getattr(module, "get_input_embeddings", lambda: None)()
-    return {embedding} if isinstance(embedding, nn.Embedding) else set()
+def _is_embedding(module: nn.Module) -> bool:
+    """Whether it is called as ``nn.Embedding`` is."""
+    return type(module).forward is nn.Embedding.forward
+
+
+def _inputs_of(module: nn.Module) -> dict[nn.Embedding, None]:
+    """The embeddings of a model whose family is known: what it says itself, and what the plan says."""
+    family = family_of(module)
+    if family is None:
+        return {}
+    parts = dict(module.named_modules())
+    found = [parts[name] for name, style in matching(family.plan, parts) if style == VOCABULARY]
+    found.append(getattr(module, "get_input_embeddings", lambda: None)())
+    return {part: None for part in found if isinstance(part, nn.Embedding)}
 
 
 def _make_alike(module: nn.Module, group: TensorGroup) -> None:

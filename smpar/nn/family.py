@@ -31,7 +31,8 @@ log = logging.getLogger("smpar")
 
 COLUMNS = {"colwise": 1, "packed_colwise": 2}  # style -> blocks
 EXPERTS = ("moe_tp_experts", "ep_dispatch_experts")
-ELSEWHERE = ("", "replicated_with_grad_allreduce", "embedding_rowwise")  # no matter of regions
+VOCABULARY = "embedding_rowwise"
+ELSEWHERE = ("", "replicated_with_grad_allreduce", VOCABULARY)  # no matter of regions
 HEAD = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim")
 OTHERS = ("encoder_hidden_states", "key_value_states")
 

@@ -249,7 +249,7 @@ def _take_weights(module: nn.Module, twin: nn.Module, known: Registration, group
     if known.weights is not None:
         given = known.weights(dict(given))
     own = twin.state_dict(keep_vars=True)
-    wanted = {name: _whole_shape(tensor) for name, tensor in own.items() if isinstance(tensor, Tensor)}
+    wanted = {name: whole_shape(tensor) for name, tensor in own.items() if isinstance(tensor, Tensor)}
     other = [
         f"{name}: {list(shape)}, given: {list(given[name].shape) if name in given else 'nothing'}"
         for name, shape in wanted.items()
@@ -272,8 +272,3 @@ def _take_weights(module: nn.Module, twin: nn.Module, known: Registration, group
                 target.copy_(given[name] if slicing is None else slicing.take(given[name], group.rank))
             if name in trained and isinstance(target, nn.Parameter):
                 target.requires_grad_(trained[name])
-
-
-def _whole_shape(tensor: Tensor) -> tuple[int, ...]:
-    slicing = slicing_of(tensor)
-    return tuple(tensor.shape) if slicing is None else slicing.whole_shape(tensor.shape)
