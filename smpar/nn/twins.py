@@ -173,7 +173,7 @@ class Layer(DistributedModule):
     """One of consecutive layers, between which hidden states are slices of the sequence in memory mode.
 
     Attributes:
-        last: whether its result is made whole.
+        last: whether its result is made whole, as there may be no layer after it.
     """
 
     entries: tuple[str, ...]
