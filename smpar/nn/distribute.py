@@ -58,8 +58,9 @@ def distribute(module: nn.Module, group: TensorGroup) -> nn.Module:
     if asked:
         module = _Walk(module, group).run()
     divided = [name or "(model)" for name, part in module.named_modules() if isinstance(part, DistributedModule)]
-    log.info("smpar: divided over %d ranks: %s", group.size, ", ".join(divided))
-    if not alone and not divided:
+    if divided:
+        log.info("smpar: divided over %d ranks: %s", group.size, ", ".join(divided))
+    elif not alone:
         log.warning(
             "smpar: tensor_parallel_degree is %d, but %s: every rank holds all of the model. Call "
             "smpar.set_tensor_parallelism(module) before smpar.DistributedModel(module), or make the model in `with "
