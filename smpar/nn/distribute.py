@@ -38,6 +38,8 @@ READ_THEIR_PARTS = nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.Transfo
 def distribute(module: nn.Module, group: TensorGroup) -> nn.Module:
     """Divide what was asked for, in place where that can be; returns what takes the module's place.
 
+    A group without processes is one that is only traced or measured: there is nobody to agree with.
+
     Of the modules that were asked for with all their parts, the outermost supported ones are divided. Before that, all
     their ranks get the weights of their first one. One that shares a weight with a module that is not divided stays
     whole, and so does what cannot be divided; the log says why.
@@ -49,13 +51,15 @@ def distribute(module: nn.Module, group: TensorGroup) -> nn.Module:
     """
     if group.size == 1:
         return module
-    _check_alike(module)
+    alone = group.group is None
+    if not alone:
+        _check_alike(module)
     asked = any(mark_of(part).enabled for part in module.modules())
     if asked:
         module = _Walk(module, group).run()
     divided = [name or "(model)" for name, part in module.named_modules() if isinstance(part, DistributedModule)]
     log.info("smpar: divided over %d ranks: %s", group.size, ", ".join(divided))
-    if not divided:
+    if not alone and not divided:
         log.warning(
             "smpar: tensor_parallel_degree is %d, but %s: every rank holds all of the model. Call "
             "smpar.set_tensor_parallelism(module) before smpar.DistributedModel(module), or make the model in `with "
@@ -150,7 +154,7 @@ class _Walk:
             return module
         why = self._obstacle(module, rule.apart(module))
         if not why:
-            _make_alike(module)
+            _make_alike(module, self.group)
             made = rule.divide(module)
             if isinstance(made, nn.Module):
                 _check_dtypes(made, path)
@@ -261,7 +265,7 @@ class _Walk:
             ready = enough and all(mark_of(x).enabled and not isinstance(x, DistributedModule) for x in linears)
             if ready and not any(self._gives_logits(x) or self._obstacle(x, ()) for x in linears):
                 for linear in linears:
-                    _make_alike(linear)
+                    _make_alike(linear, self.group)
                 divide_pair(pair, self.group)
         for child in module.children():
             self._divide_pairs(child)
@@ -287,8 +291,10 @@ def _inputs_of(module: nn.Module) -> dict[nn.Embedding, None]:
     return {part: None for part in found if isinstance(part, nn.Embedding)}
 
 
-def _make_alike(module: nn.Module) -> None:
+def _make_alike(module: nn.Module, group: TensorGroup) -> None:
     """Give all ranks of a stage the first one's parameters and buffers, one after another."""
+    if group.group is None:
+        return
     world = runtime().world
     peers = Peers.along(world, "dp")
     with world.guard(), torch.no_grad():

@@ -180,6 +180,13 @@ def _remember_arguments(cls: type[nn.Module]) -> None:
     cls.__init__ = init  # type: ignore[method-assign]
 
 
+def remember_as(copy: nn.Module, original: nn.Module) -> None:
+    """Know a copy's modules to be made with the arguments of those that they are copies of."""
+    for here, there in zip(copy.modules(), original.modules(), strict=True):
+        if there in _arguments:
+            _arguments[here] = _arguments[there]
+
+
 def registration_of(module: nn.Module) -> Registration | None:
     """What is registered for a module's class; None if nothing is."""
     return _registered.get(type(module))

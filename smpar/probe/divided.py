@@ -16,7 +16,9 @@ import torch
 from torch import nn
 
 from smpar.nn.distribute import distribute
-from smpar.nn.group import TensorGroup
+from smpar.nn.group import TensorGroup, assumed
+from smpar.nn.marks import mark_as
+from smpar.nn.registry import remember_as
 from smpar.nn.twins import Region
 from smpar.planner.profile import Divided, Layer, Profile
 from smpar.probe.traces import tensors_of, tied_of
@@ -38,7 +40,11 @@ def divided_copy(model: nn.Module, tp: int, meta: bool) -> nn.Module | None:
     if meta:
         for p in model.parameters():
             memo[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
-    made = distribute(copy.deepcopy(model, memo), TensorGroup(None, 0, tp, memory=True, joined=False))
+    copied, group = copy.deepcopy(model, memo), TensorGroup(None, 0, tp, memory=True, joined=False)
+    mark_as(copied, model)
+    remember_as(copied, model)
+    with assumed(group):
+        made = distribute(copied, group)
     return made if any(slicing_of(p) is not None for p in made.parameters()) else None
 
 
