@@ -143,6 +143,17 @@ def all_reduced(tensor: Tensor, group: TensorGroup, own: bool = False) -> Tensor
     return total
 
 
+def all_max(tensor: Tensor, group: TensorGroup) -> Tensor:
+    """The greatest values over the group, without gradient."""
+    if not _real(tensor, group):
+        _tell(tensor, group, 1.0)
+        return tensor.clone()
+    greatest = tensor.clone(memory_format=torch.contiguous_format)
+    _count("all_reduce", 2 * (group.size - 1) * tensor.nbytes // group.size)
+    _processes(group).allreduce([greatest], dist.ReduceOp.MAX).wait()
+    return greatest
+
+
 def all_gathered(tensor: Tensor, group: TensorGroup, dim: int) -> Tensor:
     """All ranks' slices, joined along ``dim``, without gradient."""
     if not _real(tensor, group):

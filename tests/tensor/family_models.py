@@ -129,8 +129,6 @@ PLANNED: dict[str, tuple[str, str, Callable[[Sizes], dict[str, Any]]]] = {
         "first_k_dense_replace": 1}),
 }  # fmt: skip
 
-ROUTED = ("mixtral", "qwen3_moe", "qwen2_moe", "glm4_moe")  # their routers are in float32 always
-
 
 def made(name: str, seed: int, sizes: Sizes) -> nn.Module:
     """A model in the default dtype, the same for the same arguments."""
