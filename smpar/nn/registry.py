@@ -26,7 +26,7 @@ from smpar.errors import HookMismatch, OtherDtype, RegistrationError, TwinWeight
 from smpar.nn.group import TensorGroup
 from smpar.nn.marks import default_dtype
 from smpar.nn.module import DistributedModule, become
-from smpar.slices import slicing_of
+from smpar.slices import slicing_of, whole_shape
 
 log = logging.getLogger("smpar")
 

@@ -85,8 +85,10 @@ def entered(hidden: Tensor, group: TensorGroup) -> Iterator[Tensor]:
     else:
         part, length = _unmark(hidden, group)
         whole = collectives.gather(part, group, 1)[:, :length].contiguous()
-        allowed = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
-        if not torch.is_grad_enabled() or not allowed:
+        if (
+            not torch.is_grad_enabled()
+            or torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None
+        ):
             yield whole
             return
         again = Regather(part.detach(), whole, group)
