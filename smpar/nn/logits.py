@@ -365,6 +365,6 @@ class _CrossEntropy(torch.autograd.Function):
         if len(probabilities) > 1:  # the mean over the group's losses
             grads = collectives.all_gathered(grads / group.size, group, 0)
         result = probabilities - smoothing / ctx.vocabulary
-        right = torch.where(here, 1.0 - smoothing, 0.0).to(result.dtype).unsqueeze(-1)
-        result.scatter_add_(-1, index, -right)
+        right = here.to(result.dtype).mul_(1.0 - smoothing)
+        result.scatter_add_(-1, index, -right.unsqueeze(-1))
         return result.mul_(grads.unsqueeze(-1)), None, None, None, None
