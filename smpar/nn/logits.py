@@ -6,8 +6,8 @@ sequence) is done to the slices; cross-entropy needs but a few sums over the gro
     rank 0   [N, S, V0] ─┐ max, sum of exponentials, the target's logit: one number of each per token and rank
     rank 1   [N, S, V1] ─┘
 
-Where ranks bring different samples, a rank holds the logits of *all* ranks' samples for its slice, as one part per rank,
-and answers for those of its own. (arXiv 1909.08053, section 3.)
+Where ranks bring different samples, a rank holds the logits of *all* ranks' samples for its slice, and answers for its
+own samples. (arXiv 1909.08053, section 3.)
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_map
 
 from smpar.nn import collectives
 from smpar.nn.group import TensorGroup
-from smpar.nn.linears import padded, whole_features
+from smpar.nn.linears import padded
 from smpar.slices import Slicing
 
 log = logging.getLogger("smpar")
@@ -34,58 +36,59 @@ class VocabularySlice(torch.Tensor):
     """Logits [..., V, ...] of this rank's samples, held in slices.
 
     Attributes:
-        parts: local logits of each rank's samples; of all, if all ranks have the same ones.
-        slicing: of the vocabulary.
-        at: the vocabulary's dim.
+        local: [R, ..., V / tp, ...], of this rank's slice: the logits of each rank's samples (R = tp), or of all
+            samples if all ranks have the same ones (R = 1).
+        slicing: of the vocabulary; its dim counts without R.
+        kept: the whole logits, once something waits there for their gradient.
     """
 
-    parts: tuple[Tensor, ...]
+    local: Tensor
     slicing: Slicing
     group: TensorGroup
-    at: int
+    kept: Tensor | None
 
     @staticmethod
-    def __new__(cls, parts: tuple[Tensor, ...], slicing: Slicing, group: TensorGroup, at: int) -> VocabularySlice:
-        part = parts[0]
-        shape = list(part.shape)
-        shape[at] = slicing.length
-        self: VocabularySlice = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=part.dtype, device=part.device, requires_grad=part.requires_grad
-        )
-        self.parts, self.slicing, self.group, self.at = parts, slicing, group, at
-        return self
+    def of(local: Tensor, slicing: Slicing, group: TensorGroup) -> VocabularySlice:
+        """Logits of which this rank holds ``local``. A gradient that they are given as a whole reaches it, too."""
+        made: VocabularySlice = _Held.apply(local, slicing, group)
+        made.local, made.slicing, made.group, made.kept = local, slicing, group, None
+        return made
 
-    def __init__(self, parts: tuple[Tensor, ...], slicing: Slicing, group: TensorGroup, at: int) -> None:
-        pass
+    def __repr__(self) -> str:  # type: ignore[override]
+        """Without communication: a rank may print alone."""
+        held = self.slicing.runs[self.group.rank]
+        return f"VocabularySlice(shape={list(self.shape)}, dtype={self.dtype}, held={held})"
 
     def smp_whole(self) -> Tensor:
         """The whole logits of this rank's samples, a plain tensor; all ranks of the group call it together."""
-        if len(self.parts) == 1:
-            return whole_features(self.parts[0], self.slicing, self.group, self.at)
-        sizes = [self.slicing.size(rank) for rank in range(self.group.size)]
-        even = torch.stack([padded(part, max(sizes), self.at) for part in self.parts])
-        mine = collectives.all_to_all(shared(even, self.group), self.group, 0, self.at + 1).squeeze(0)
-        if len(set(sizes)) == 1:
-            return mine
-        return torch.cat([mine.narrow(self.at, r * max(sizes), size) for r, size in enumerate(sizes)], self.at)
+        if self.kept is not None:
+            return self.kept
+        return _Whole.apply(self.local, self.slicing, self.group)  # type: ignore[no-any-return]
+
+    def written(self, whole: Tensor) -> None:
+        """Let the slices have the values of ``whole``; views that were made of them see that."""
+        if whole is not self.kept:
+            self.local.copy_(_Divided.apply(whole, self.slicing, self.group, len(self.local)))
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        first = args[0] if args and isinstance(args[0], VocabularySlice) else None
         with torch._C.DisableTorchFunctionSubclass():
             if func in _METADATA:
                 return func(*args, **kwargs)
-            if func in _ALONE and args and isinstance(args[0], VocabularySlice):
-                made = _ALONE[func](args[0], func, args[1:], kwargs)
+            if func in _ALONE and first is not None and first.kept is None:
+                made = _ALONE[func](first, func, args[1:], kwargs)
                 if made is not None:
                     return made
         if func is F.cross_entropy:
             loss = _loss_of(*args, **kwargs)
             if loss is not None:
                 return loss
-        _say_gathered(getattr(func, "__name__", str(func)))
+        name = getattr(func, "__name__", str(func))
+        _say_gathered(name)
         whole: dict[int, Tensor] = {}
 
         def plain(value: Any) -> Any:
@@ -97,13 +100,23 @@ class VocabularySlice(torch.Tensor):
                 return type(value)(map(plain, value))
             return value
 
-        return func(*map(plain, args), **{name: plain(value) for name, value in kwargs.items()})
+        result = func(*map(plain, args), **{name: plain(value) for name, value in kwargs.items()})
+        if first is None:
+            return result
+        mine = whole[id(first)]
+        if func in _WAITING:
+            first.kept = mine
+        elif name.endswith("_") and (not name.endswith("__") or name in _WRITING):
+            first.written(mine)
+        return first if result is mine else result
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise NotImplementedError(
-            f"{func} on logits in slices of the vocabulary: use logits.float() or logits + 0 first"
-        )
+        # what is called below autograd, by a custom function: autograd has the node of the logits that it was given
+        def plain(value: Any) -> Any:
+            return value.smp_whole() if isinstance(value, VocabularySlice) else value
+
+        return func(*tree_map(plain, args), **tree_map(plain, kwargs or {}))
 
 
 @functools.lru_cache(maxsize=16)
@@ -111,115 +124,174 @@ def _say_gathered(name: str) -> None:
     log.info("%s of logits in slices of the vocabulary: they are gathered for it", name)
 
 
+# -- slices and the whole ------------------------------------------------------------------------------------------
+
+
+def gathered(local: Tensor, slicing: Slicing, group: TensorGroup) -> Tensor:
+    """[R, ..., V / tp, ...] -> the whole logits of this rank's samples [..., V, ...], without gradient."""
+    dim, sizes = slicing.dim, [slicing.size(rank) for rank in range(group.size)]
+    even = padded(local, max(sizes), dim + 1)
+    if len(local) > 1:
+        whole = collectives.exchanged(even, group, 0, dim + 1)[0]
+    else:
+        whole = collectives.all_gathered(even[0], group, dim)
+    if len(set(sizes)) == 1:
+        return whole
+    return torch.cat([whole.narrow(dim, rank * max(sizes), size) for rank, size in enumerate(sizes)], dim)
+
+
+def divided(whole: Tensor, slicing: Slicing, group: TensorGroup, samples: int) -> Tensor:
+    """[..., V, ...] -> [R, ..., V / tp, ...], without gradient.
+
+    Args:
+        samples: R.
+    """
+    dim, sizes = slicing.dim, [slicing.size(rank) for rank in range(group.size)]
+    if samples == 1:
+        return slicing.take(whole, group.rank)[None]
+    even = torch.cat([padded(part, max(sizes), dim) for part in whole.split(sizes, dim)], dim)
+    return collectives.exchanged(even[None], group, dim + 1, 0).narrow(dim + 1, 0, sizes[group.rank])
+
+
+class _Whole(torch.autograd.Function):
+    """Of slices, in whose gradients each rank's loss counts for its share in the mean over the group."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, slicing: Slicing, group: TensorGroup) -> Tensor:
+        ctx.slicing, ctx.group, ctx.samples = slicing, group, len(local)
+        return gathered(local, slicing, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return divided(grad / ctx.samples, ctx.slicing, ctx.group, ctx.samples), None, None
+
+
+class _Divided(torch.autograd.Function):
+    """The other way round."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, slicing: Slicing, group: TensorGroup, samples: int) -> Tensor:
+        ctx.slicing, ctx.group, ctx.samples = slicing, group, samples
+        return divided(whole, slicing, group, samples)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return gathered(grad * ctx.samples, ctx.slicing, ctx.group), None, None, None
+
+
+class _Held(torch.autograd.Function):
+    """What shows the whole shape; its gradient is that of the whole."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, slicing: Slicing, group: TensorGroup) -> Any:
+        ctx.slicing, ctx.group, ctx.samples = slicing, group, len(local)
+        shape = slicing.whole_shape(local.shape[1:])
+        return torch.Tensor._make_wrapper_subclass(VocabularySlice, shape, dtype=local.dtype, device=local.device)
+
+    backward = _Whole.backward
+
+
 # -- what leaves the vocabulary alone ------------------------------------------------------------------------------
 
 
-def _mapped(logits: VocabularySlice, change: Callable[[Tensor], Tensor], at: int) -> VocabularySlice:
-    return VocabularySlice(tuple(map(change, logits.parts)), logits.slicing, logits.group, at)
+def _mapped(logits: VocabularySlice, local: Tensor, dim: int) -> VocabularySlice:
+    return VocabularySlice.of(local, dataclasses.replace(logits.slicing, dim=dim), logits.group)
 
 
-def _same(logits: VocabularySlice, func: Any, args: Any, kwargs: Any) -> VocabularySlice:
-    return _mapped(logits, lambda part: func(part, *args, **kwargs), logits.at)
-
-
-def _cast(logits: VocabularySlice, func: Any, args: Any, kwargs: Any) -> VocabularySlice | None:
-    if any(isinstance(value, Tensor) for value in (*args, *kwargs.values())):
+def _same(logits: VocabularySlice, func: Any, args: Any, kwargs: Any) -> VocabularySlice | None:
+    if any(isinstance(value, VocabularySlice) for value in (*args, *kwargs.values())):
         return None
-    return _same(logits, func, args, kwargs)
+    return _mapped(logits, func(logits.local, *args, **kwargs), logits.slicing.dim)
 
 
-def _view(logits: VocabularySlice, func: Any, args: Any, kwargs: Any) -> VocabularySlice | None:
-    """To [..., V], where the vocabulary is the last dim."""
-    shape = args[0] if len(args) == 1 and not isinstance(args[0], int) else args
-    if kwargs or not isinstance(shape, (tuple, list)) or not shape or logits.at != logits.dim() - 1:
+def _reshaped(logits: VocabularySlice, func: Any, args: Any, kwargs: Any) -> VocabularySlice | None:
+    """Of [..., V] to [..., V]; elements stay in order, so both V are the vocabulary."""
+    shape = func(torch.empty(logits.shape, device="meta"), *args, **kwargs).shape
+    if logits.slicing.dim != logits.dim() - 1 or not shape or shape[-1] != logits.slicing.length:
         return None
-    whole = torch.empty(logits.shape, device="meta").reshape(tuple(shape))
-    if whole.shape[-1] != logits.slicing.length:
-        return None
-    local = (*whole.shape[:-1], logits.parts[0].shape[-1])
-    return _mapped(logits, lambda part: part.reshape(local), len(local) - 1)
-
-
-def _flatten(logits: VocabularySlice, func: Any, args: Any, kwargs: Any) -> VocabularySlice | None:
-    start = kwargs.get("start_dim", args[0] if args else 0) % logits.dim()
-    end = kwargs.get("end_dim", args[1] if len(args) > 1 else -1) % logits.dim()
-    if start <= logits.at <= end and start != end:
-        return None
-    at = logits.at - (end - start) if logits.at > end else logits.at
-    return _mapped(logits, lambda part: func(part, start, end), at)
+    return _mapped(logits, logits.local.reshape(len(logits.local), *shape[:-1], logits.local.shape[-1]), len(shape) - 1)
 
 
 def _item(logits: VocabularySlice, func: Any, args: Any, kwargs: Any) -> VocabularySlice | None:
     index = args[0] if isinstance(args[0], tuple) else (args[0],)
-    if any(not isinstance(i, (int, slice, type(None), type(Ellipsis))) or isinstance(i, bool) for i in index):
+    dim = logits.slicing.dim
+    tensors = [i for i in index if isinstance(i, Tensor)]
+    if any(isinstance(i, bool) or not isinstance(i, (int, slice, type(None), type(Ellipsis), Tensor)) for i in index):
         return None
-    taken = sum(i is not None and i is not Ellipsis for i in index)
-    if Ellipsis not in index:
-        index = (*index, Ellipsis)
-    fill = index.index(Ellipsis)
-    full = (*index[:fill], *[slice(None)] * (logits.dim() - taken), *index[fill + 1 :])
-    source, at = 0, 0
+    if tensors and (len(logits.local) > 1 or dim != logits.dim() - 1):  # other ranks take other tokens
+        return None
+    takes = [i.dim() if isinstance(i, Tensor) and i.dtype == torch.bool else i is not None for i in index]
+    places = [at for at, i in enumerate(index) if i is Ellipsis] or [len(index)]
+    left = logits.dim() - sum(takes) + (Ellipsis in [i for i in index if not isinstance(i, Tensor)])
+    full = (*index[: places[0]], *[slice(None)] * left, *index[places[0] + 1 :])
+    source = made = 0
     for i in full:
-        if i is not None:
-            if source == logits.at:
-                if i != slice(None):
-                    return None
-                break
-            source += 1
-        at += not isinstance(i, int)
-    return _mapped(logits, lambda part: part[full], at)
+        if source == dim and i is not None:
+            if i != slice(None):
+                return None
+            break
+        source += i.dim() if isinstance(i, Tensor) and i.dtype == torch.bool else i is not None
+        made += not isinstance(i, int)
+    local = logits.local[(slice(None), *full)] if not tensors else logits.local[0][full][None]
+    return _mapped(logits, local, local.dim() - 2 if tensors else made)
 
 
 def _transpose(logits: VocabularySlice, func: Any, args: Any, kwargs: Any) -> VocabularySlice | None:
     if kwargs or len(args) != 2:
         return None
     a, b = (dim % logits.dim() for dim in args)
-    return _mapped(logits, lambda part: part.transpose(a, b), {a: b, b: a}.get(logits.at, logits.at))
+    dim = logits.slicing.dim
+    return _mapped(logits, logits.local.transpose(a + 1, b + 1), {a: b, b: a}.get(dim, dim))
 
 
 def _permute(logits: VocabularySlice, func: Any, args: Any, kwargs: Any) -> VocabularySlice | None:
     if kwargs:
         return None
     dims = [dim % logits.dim() for dim in (args[0] if len(args) == 1 else args)]
-    return _mapped(logits, lambda part: part.permute(dims), dims.index(logits.at))
+    local = logits.local.permute(0, *[dim + 1 for dim in dims])
+    return _mapped(logits, local, dims.index(logits.slicing.dim))
 
 
 def _arithmetic(logits: VocabularySlice, func: Any, args: Any, kwargs: Any) -> VocabularySlice | None:
     """With a number, or with a tensor without gradient that has a value for each word, or one for all."""
     if kwargs or len(args) != 1 or isinstance(args[0], VocabularySlice):
         return None
-    other = args[0]
-    if isinstance(other, Tensor) and other.dim():
+    other, slicing = args[0], logits.slicing
+    if isinstance(other, Tensor):
         shape = (*[1] * (logits.dim() - other.dim()), *other.shape)
-        rest = [size for dim, size in enumerate(shape) if dim != logits.at]
-        if other.requires_grad or len(shape) != logits.dim() or any(size != 1 for size in rest):
+        if other.requires_grad or len(shape) != logits.dim() or other.numel() != shape[slicing.dim]:
             return None
-        if shape[logits.at] == logits.slicing.length:
-            other = dataclasses.replace(logits.slicing, dim=logits.at).take(other.reshape(shape), logits.group.rank)
-    return _mapped(logits, lambda part: func(part, other), logits.at)
+        if other.numel() == slicing.length:
+            other = slicing.take(other.reshape(shape), logits.group.rank)
+    local = func(logits.local, other)
+    return logits if local is logits.local else _mapped(logits, local, slicing.dim)
 
 
 _T = torch.Tensor
 _METADATA: set[Any] = {
     getattr(_T, name).__get__
-    for name in ("shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "layout", "is_cuda", "is_cpu", "is_meta",
-                 "is_sparse", "is_nested", "is_quantized", "itemsize", "nbytes")
+    for name in ("shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "layout", "is_cuda", "is_cpu",
+                 "is_meta", "is_sparse", "is_nested", "is_quantized", "itemsize", "nbytes", "grad_fn")
 } | {
-    _T.size, _T.dim, _T.numel, _T.nelement, _T.element_size, _T.is_floating_point, _T.is_complex, _T.ndimension, _T.__len__,
-    _T.__hash__, torch.is_floating_point, torch.is_complex, torch.numel, _T.is_inference, _T.get_device,
+    _T.size, _T.dim, _T.ndimension, _T.numel, _T.nelement, _T.element_size, _T.__len__, _T.__hash__, _T.get_device,
+    _T.is_floating_point, _T.is_complex, _T.is_inference, _T.is_contiguous,
+    torch.is_floating_point, torch.is_complex, torch.numel,
 }  # fmt: skip
 _ALONE: dict[Any, Callable[[VocabularySlice, Any, Any, Any], VocabularySlice | None]] = {
-    **dict.fromkeys((_T.float, _T.double, _T.half, _T.bfloat16, _T.contiguous, _T.clone, _T.detach, torch.clone,
-                     torch.detach, _T.tanh, torch.tanh), _same),
-    **dict.fromkeys((_T.__add__, _T.add, torch.add, _T.__sub__, _T.sub, torch.sub, _T.__mul__, _T.mul, torch.mul,
-                     _T.__truediv__, _T.div, torch.div), _arithmetic),
-    **dict.fromkeys((_T.to, _T.type), _cast),
-    **dict.fromkeys((_T.view, _T.reshape, torch.reshape), _view),
-    **dict.fromkeys((_T.flatten, torch.flatten), _flatten),
+    **dict.fromkeys((_T.float, _T.double, _T.half, _T.bfloat16, _T.contiguous, _T.clone, _T.detach, _T.to, _T.type_as,
+                     torch.clone, torch.detach, _T.tanh, torch.tanh, _T.neg, _T.__neg__, torch.neg), _same),
+    **dict.fromkeys((_T.add, torch.add, _T.__add__, _T.__radd__, _T.__iadd__, _T.add_,
+                     _T.sub, torch.sub, _T.__sub__, _T.__isub__, _T.sub_,
+                     _T.mul, torch.mul, _T.__mul__, _T.__rmul__, _T.__imul__, _T.mul_,
+                     _T.div, torch.div, _T.__truediv__, _T.__itruediv__, _T.div_), _arithmetic),
+    **dict.fromkeys((_T.view, _T.reshape, torch.reshape, _T.flatten, torch.flatten, _T.unflatten, torch.unflatten,
+                     _T.squeeze, torch.squeeze, _T.unsqueeze, torch.unsqueeze), _reshaped),
     _T.__getitem__: _item,
     **dict.fromkeys((_T.transpose, torch.transpose), _transpose),
     **dict.fromkeys((_T.permute, torch.permute), _permute),
 }  # fmt: skip
+_WAITING: set[Any] = {_T.retain_grad, _T.register_hook}
+_WRITING = {"__setitem__", *[f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")]}
 
 
 # -- cross-entropy -------------------------------------------------------------------------------------------------
@@ -236,14 +308,21 @@ def _loss_of(
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
     """``F.cross_entropy``; None where its arguments are such that the logits have to be gathered."""
-    plain = isinstance(logits, VocabularySlice) and weight is None and size_average is None and reduce is None
-    if not plain or logits.at != min(1, logits.dim() - 1) or target.is_floating_point():
+    if not isinstance(logits, VocabularySlice) or logits.kept is not None:
         return None
-    local = torch.stack([part.movedim(logits.at, -1).reshape(-1, part.shape[logits.at]) for part in logits.parts])
-    group = logits.group
+    shape, dim, group = list(logits.shape), logits.slicing.dim, logits.group
+    del shape[dim]
+    plain = weight is None and size_average is None and reduce is None and not target.is_floating_point()
+    if not plain or dim != min(1, logits.dim() - 1) or list(target.shape) != shape:
+        return None
+    local = logits.local.movedim(dim + 1, -1).flatten(1, -2) if shape else logits.local[:, None]
+    if torch.is_autocast_enabled(local.device.type):
+        local = local.float()
     known = target != ignore_index
     mine = torch.where(known, target, 0).reshape(1, -1)
-    targets = mine if len(logits.parts) == 1 else collectives.all_gathered(mine, group, 0)
+    targets = mine if len(local) == 1 else collectives.all_gathered(mine, group, 0)
+    inside = (targets >= 0) & (targets < logits.slicing.length)
+    torch._assert_async(inside.all(), f"a target is not among the {logits.slicing.length} classes")
     losses = _CrossEntropy.apply(local, targets, logits.slicing, group, label_smoothing).view(target.shape)
     losses = torch.where(known, losses, 0.0)
     if reduction == "none":
@@ -261,7 +340,8 @@ class _CrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         (start, stop), vocabulary = slicing.runs[group.rank][0], slicing.length
         highest = collectives.all_max(local.amax(-1), group)
-        shifted = local - highest.unsqueeze(-1)
+        # half precision is for what is large: all else is found, and summed, in float32
+        shifted = local.to(torch.promote_types(local.dtype, torch.float32)) - highest.unsqueeze(-1)
         here = (targets >= start) & (targets < stop)
         index = torch.where(here, targets - start, 0).unsqueeze(-1)
         wanted = shifted.gather(-1, index).squeeze(-1).masked_fill(~here, 0.0)
@@ -271,35 +351,20 @@ class _CrossEntropy(torch.autograd.Function):
         losses = total.log() - (1.0 - smoothing) * wanted
         if smoothing:
             losses -= smoothing / vocabulary * rest[0]
-        probabilities = exponentials.div_(total.unsqueeze(-1))
+        probabilities = exponentials.div_(total.unsqueeze(-1)).to(local.dtype)
         ctx.save_for_backward(probabilities, index, here)
         ctx.group, ctx.smoothing, ctx.vocabulary = group, smoothing, vocabulary
-        return losses[group.rank if len(losses) > 1 else 0].clone()
+        return losses[group.rank if len(losses) > 1 else 0].to(local.dtype, copy=True)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         probabilities, index, here = ctx.saved_tensors
         group, smoothing = ctx.group, ctx.smoothing
         grads = grad.unsqueeze(0)
         if len(probabilities) > 1:  # the mean over the group's losses
             grads = collectives.all_gathered(grads / group.size, group, 0)
-        result = probabilities - smoothing / ctx.vocabulary if smoothing else probabilities.clone()
-        right = torch.where(here, 1.0 - smoothing, 0.0).to(result.dtype).unsqueeze(-1)
-        result.scatter_add_(-1, index, -right)
+        result = probabilities - smoothing / ctx.vocabulary
+        right = here.to(result.dtype).mul_(1.0 - smoothing)
+        result.scatter_add_(-1, index, -right.unsqueeze(-1))
         return result.mul_(grads.unsqueeze(-1)), None, None, None, None
-
-
-class _Shared(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad * ctx.factor, None
-
-
-def shared(x: Tensor, group: TensorGroup, entry: bool = False) -> Tensor:
-    """Where ranks bring different samples: make what goes back a share in the group's mean, or undo that on entry."""
-    return _Shared.apply(x, float(group.size) if entry else 1.0 / group.size)  # type: ignore[no-any-return]

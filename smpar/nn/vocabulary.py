@@ -5,6 +5,7 @@ Both may share their weight, which then is sliced once. (arXiv 1909.08053, secti
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from smpar.nn import collectives
 from smpar.nn.group import TensorGroup
 from smpar.nn.linears import divide_columns
-from smpar.nn.logits import VocabularySlice, shared
+from smpar.nn.logits import VocabularySlice
 from smpar.nn.module import DistributedModule, become, slice_parameter
 from smpar.nn.twins import joined, own_rows
 from smpar.slices import Slicing, slicing_of
@@ -45,6 +46,8 @@ class VocabularyEmbedding(DistributedModule, nn.Embedding):
     def _looked_up(self, ids: Tensor) -> Tensor:
         group = self.tensor_group
         ((start, stop),) = self.slicing.runs[group.rank]
+        known = (ids >= 0) & (ids < self.slicing.length)
+        torch._assert_async(known.all(), f"an id is not among the {self.slicing.length} of the embedding")
         elsewhere = (ids < start) | (ids >= stop)
         padding = self.padding_idx
         mine = None if padding is None or not start <= padding < stop else padding - start
@@ -69,14 +72,27 @@ class VocabularyHead(DistributedModule):
         if not self.distributed:
             return super().forward(hidden)  # type: ignore[no-any-return,misc]
         if group.joined:
-            local = super().forward(collectives.gather(shared(hidden, group, entry=True), group, 0))  # type: ignore[misc]
+            rows = collectives.gather(_Entry.apply(hidden, group.size), group, 0)
         else:
-            local = super().forward(collectives.copy(hidden, group))  # type: ignore[misc]
+            rows = collectives.copy(hidden, group)
+        local = super().forward(rows).unflatten(0, (-1, len(hidden)))  # type: ignore[misc]
         if isinstance(hidden, FakeTensor) or hidden.device.type == "meta":
-            return _like_whole(local[: hidden.shape[0]], self.slicing)
-        parts = local.chunk(group.size) if group.joined else (local,)
-        logits = VocabularySlice(tuple(parts), self.slicing, group, local.dim() - 1)
+            return _like_whole(local[0], self.slicing)
+        logits = VocabularySlice.of(local, dataclasses.replace(self.slicing, dim=hidden.dim() - 1), group)
         return logits if torch.is_grad_enabled() else logits.smp_whole()
+
+
+class _Entry(torch.autograd.Function):
+    """Where ranks bring different samples: inside, gradients are shares in the group's mean; outside, a rank's own."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad * ctx.ranks, None
 
 
 def _like_whole(local: Tensor, slicing: Slicing) -> Tensor:
