@@ -63,7 +63,8 @@ class VocabularySlice(torch.Tensor):
         """The whole logits of this rank's samples, a plain tensor; all ranks of the group call it together."""
         if self.kept is not None:
             return self.kept
-        return _Whole.apply(self.local, self.slicing, self.group)  # type: ignore[no-any-return]
+        # the only row, out here: what a custom function gives as a view may not be written into
+        return _Whole.apply(self.local, self.slicing, self.group)[0]  # type: ignore[no-any-return]
 
     def written(self, whole: Tensor) -> None:
         """Let the slices have the values of ``whole``; views that were made of them see that."""
@@ -128,13 +129,11 @@ def _say_gathered(name: str) -> None:
 
 
 def gathered(local: Tensor, slicing: Slicing, group: TensorGroup) -> Tensor:
-    """[R, ..., V / tp, ...] -> the whole logits of this rank's samples [..., V, ...], without gradient."""
-    dim, sizes = slicing.dim, [slicing.size(rank) for rank in range(group.size)]
-    even = padded(local, max(sizes), dim + 1)
-    if len(local) > 1:
-        whole = collectives.exchanged(even, group, 0, dim + 1)[0]
-    else:
-        whole = collectives.all_gathered(even[0], group, dim)
+    """[R, ..., V / tp, ...] -> the whole logits of this rank's samples [1, ..., V, ...], without gradient."""
+    dim, sizes = slicing.dim + 1, [slicing.size(rank) for rank in range(group.size)]
+    even = padded(local, max(sizes), dim)
+    several = len(local) > 1
+    whole = collectives.exchanged(even, group, 0, dim) if several else collectives.all_gathered(even, group, dim)
     if len(set(sizes)) == 1:
         return whole
     return torch.cat([whole.narrow(dim, rank * max(sizes), size) for rank, size in enumerate(sizes)], dim)
@@ -163,7 +162,7 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return divided(grad / ctx.samples, ctx.slicing, ctx.group, ctx.samples), None, None
+        return divided(grad[0] / ctx.samples, ctx.slicing, ctx.group, ctx.samples), None, None
 
 
 class _Divided(torch.autograd.Function):
@@ -176,7 +175,7 @@ class _Divided(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return gathered(grad * ctx.samples, ctx.slicing, ctx.group), None, None, None
+        return gathered(grad * ctx.samples, ctx.slicing, ctx.group)[0], None, None, None
 
 
 class _Held(torch.autograd.Function):
@@ -188,7 +187,9 @@ class _Held(torch.autograd.Function):
         shape = slicing.whole_shape(local.shape[1:])
         return torch.Tensor._make_wrapper_subclass(VocabularySlice, shape, dtype=local.dtype, device=local.device)
 
-    backward = _Whole.backward
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return divided(grad / ctx.samples, ctx.slicing, ctx.group, ctx.samples), None, None
 
 
 # -- what leaves the vocabulary alone ------------------------------------------------------------------------------
@@ -213,27 +214,29 @@ def _reshaped(logits: VocabularySlice, func: Any, args: Any, kwargs: Any) -> Voc
 
 
 def _item(logits: VocabularySlice, func: Any, args: Any, kwargs: Any) -> VocabularySlice | None:
-    index = args[0] if isinstance(args[0], tuple) else (args[0],)
-    dim = logits.slicing.dim
-    tensors = [i for i in index if isinstance(i, Tensor)]
+    """Some of all but the vocabulary. Tensors choose other tokens on each rank, so all must have the same samples."""
+    index = list(args[0]) if isinstance(args[0], tuple) else [args[0]]
+    dim, chosen = logits.slicing.dim, any(isinstance(i, Tensor) for i in index)
     if any(isinstance(i, bool) or not isinstance(i, (int, slice, type(None), type(Ellipsis), Tensor)) for i in index):
         return None
-    if tensors and (len(logits.local) > 1 or dim != logits.dim() - 1):  # other ranks take other tokens
+    if chosen and (len(logits.local) > 1 or dim != logits.dim() - 1):
         return None
-    takes = [i.dim() if isinstance(i, Tensor) and i.dtype == torch.bool else i is not None for i in index]
-    places = [at for at, i in enumerate(index) if i is Ellipsis] or [len(index)]
-    left = logits.dim() - sum(takes) + (Ellipsis in [i for i in index if not isinstance(i, Tensor)])
-    full = (*index[: places[0]], *[slice(None)] * left, *index[places[0] + 1 :])
-    source = made = 0
-    for i in full:
-        if source == dim and i is not None:
-            if i != slice(None):
-                return None
-            break
-        source += i.dim() if isinstance(i, Tensor) and i.dtype == torch.bool else i is not None
-        made += not isinstance(i, int)
-    local = logits.local[(slice(None), *full)] if not tensors else logits.local[0][full][None]
-    return _mapped(logits, local, local.dim() - 2 if tensors else made)
+    at = next((at for at, i in enumerate(index) if i is Ellipsis), len(index))
+    index[at : at + 1] = [slice(None)] * (logits.dim() - sum(map(_taken, index)))
+    place = next(k for k in range(len(index)) if sum(map(_taken, index[: k + 1])) > dim)
+    if not isinstance(index[place], slice) or index[place] != slice(None):
+        return None
+    full = (slice(None), *index)
+    local = logits.local[0][full[1:]][None] if chosen else logits.local[full]
+    behind = sum(not isinstance(i, int) for i in index[place + 1 :])
+    return _mapped(logits, local, local.dim() - 2 - behind)
+
+
+def _taken(item: Any) -> int:
+    """How many dims an item of an index takes."""
+    if isinstance(item, Tensor) and item.dtype == torch.bool:
+        return item.dim()
+    return int(item is not None and item is not Ellipsis)
 
 
 def _transpose(logits: VocabularySlice, func: Any, args: Any, kwargs: Any) -> VocabularySlice | None:

@@ -91,6 +91,7 @@ LOCAL: dict[str, Use] = {
     "one-token": lambda x, y: F.cross_entropy(x[0, -1], y[0, -1]),
     "last": lambda x, y: F.cross_entropy(x[:, -1].double(), y[:, -1]),
     "unsqueezed": lambda x, y: F.cross_entropy(x.unsqueeze(1).squeeze(1)[:, None].flatten(0, 2), y.flatten()),
+    "dims-added": lambda x, y: F.cross_entropy(x[None, :, -1, :, None][0, ..., 0], y[:, -1]),
     "biased": biased,
     "scaled-in-place": scaled_in_place,
     "detached": lambda x, y: F.cross_entropy(*flat(x, y)) * F.cross_entropy(*flat(x.detach(), y)),
@@ -110,6 +111,7 @@ GATHERING: dict[str, Use] = {
 }
 SPARSE: dict[str, Use] = {  # which tokens differs from rank to rank: local only if all ranks have the same samples
     "of-some-tokens": of_some_tokens,
+    "mask-and-dim": lambda x, y: F.cross_entropy(x[y % 2 == 1, :, None][..., 0], y[y % 2 == 1]),
     "by-index": lambda x, y: F.cross_entropy(x[torch.arange(len(x)), y[:, 0] % x.shape[1]], y[:, 0]),
 }
 
