@@ -48,6 +48,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.optimizer = optimizer
         # a parameter's number in whole state dicts: its place over all groups, as torch counts
         self._order = [[p for p in group["params"]] for group in optimizer.param_groups]
+        for parameter, state in optimizer.state.items():  # it may have stepped while the model was whole
+            state.update({name: own_slice(value, parameter, now.world) for name, value in state.items()})
         now.adopt_optimizer(self)
         model = now.maybe_model
         if model is not None and model.pipeline is not None and model.partitioned:

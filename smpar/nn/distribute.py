@@ -212,7 +212,7 @@ class _Walk:
             if self._vocabulary_divides(embedding.weight) and all(user in within for user in users):
                 for owner in self.owners[embedding.weight]:
                     if isinstance(owner, nn.Embedding):
-                        divide_embedding(owner, self.group, outermost=owner not in within)
+                        divide_embedding(owner, self.group)
 
     def _whole_vocabulary(self, module: nn.Module, weight: Tensor) -> str:
         """Why an embedding or output layer stays whole, outside of divided models; empty if it does not."""
@@ -236,7 +236,7 @@ class _Walk:
         assert isinstance(module, nn.Embedding)
         why = self._whole_vocabulary(module, module.weight)
         if not why:
-            divide_embedding(module, self.group, outermost=True)
+            divide_embedding(module, self.group)
         return why or module
 
     # -- the rest -------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from smpar.nn.group import TensorGroup, partial
+from smpar.nn.linears import is_linear
 from smpar.nn.module import become
 from smpar.nn.regions import Found, divide_region, keep_whole
 from smpar.nn.twins import Layer, Places, Region, RowLinear, WholeRegion, region_entries
@@ -107,6 +108,8 @@ def _regions(modules: Mapping[str, nn.Module], styles: Mapping[str, str], layers
         style, _, count = styles.get(name, "").partition("*")
         if style in ELSEWHERE:
             continue
+        if style in (*COLUMNS, "rowwise") and not is_linear(module):
+            style = f"{style} for a {type(module).__name__}"
         if style == "rowwise" and latest is not None:
             latest.rows.append(module)
             continue

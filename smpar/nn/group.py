@@ -67,8 +67,13 @@ def partial(parameter: nn.Parameter, group: TensorGroup) -> None:
     """Mark a whole parameter of whose gradient each rank of the group computes a part.
 
     Its gradient is scaled by the group's size, so that the mean over all data-parallel ranks, which every whole
-    parameter gets, is the sum over the group and the mean over the replicas.
+    parameter gets, is the sum over the group and the mean over the replicas. So it will be for one that is frozen, if
+    it is trained later.
     """
-    if not getattr(parameter, "smp_partial", False) and parameter.requires_grad:
-        parameter.smp_partial = True  # type: ignore[attr-defined]
-        parameter.register_hook(lambda grad: grad * group.size)
+    if getattr(parameter, "smp_partial", False) or not parameter.is_floating_point():
+        return
+    parameter.smp_partial = True  # type: ignore[attr-defined]
+    trained = parameter.requires_grad
+    parameter.requires_grad_()  # else torch takes no hook; it keeps it when the parameter is frozen again
+    parameter.register_hook(lambda grad: grad * group.size)
+    parameter.requires_grad_(trained)

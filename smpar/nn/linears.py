@@ -29,6 +29,13 @@ log = logging.getLogger("smpar")
 T = TypeVar("T", bound=DistributedModule)
 
 
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module, or an embedding, is no more than its weight and bias: no adapter around or in it, say."""
+    if isinstance(module, nn.Linear) and type(module).forward not in (nn.Linear.forward, RowLinear.forward):
+        return False
+    return {name for name, _ in module.named_parameters()} in ({"weight"}, {"weight", "bias"})
+
+
 def out_dim(linear: nn.Module) -> int:
     """Which dim of the weight are the output features."""
     return 0 if isinstance(linear, nn.Linear) else 1

@@ -105,7 +105,7 @@ class VocabularySlice(torch.Tensor):
         if first is None:
             return result
         mine = whole[id(first)]
-        if func in _WAITING:
+        if func in _WAITING or (torch.is_grad_enabled() and _is_view(result, mine)):
             first.kept = mine
         elif name.endswith("_") and (not name.endswith("__") or name in _WRITING):
             first.written(mine)
@@ -118,6 +118,18 @@ class VocabularySlice(torch.Tensor):
             return value.smp_whole() if isinstance(value, VocabularySlice) else value
 
         return func(*tree_map(plain, args), **tree_map(plain, kwargs or {}))
+
+
+def _is_view(result: Any, whole: Tensor) -> bool:
+    """Whether a result is in the memory of the whole logits: what is written into it is seen in them."""
+    if isinstance(result, (tuple, list)):
+        return any(_is_view(part, whole) for part in result)
+    return (
+        isinstance(result, Tensor)
+        and result is not whole
+        and result._base is not None
+        and (result.untyped_storage()._cdata == whole.untyped_storage()._cdata)
+    )
 
 
 @functools.lru_cache(maxsize=16)

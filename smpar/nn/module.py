@@ -63,7 +63,10 @@ def slice_parameter(parameter: nn.Parameter, slicing: Slicing, group: TensorGrou
         if before != slicing:
             raise ValueError(f"a parameter that two modules share would be sliced in two ways: {before}, {slicing}")
         return
+    gradient, parameter.grad = parameter.grad, None
     parameter.data = slicing.take(parameter.detach(), group.rank).clone(memory_format=torch.contiguous_format)
+    if gradient is not None:
+        parameter.grad = slicing.take(gradient, group.rank).clone(memory_format=torch.contiguous_format)
     sliced(parameter, slicing)
 
 

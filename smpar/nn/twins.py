@@ -12,7 +12,9 @@ twin: their slice of rows is a smaller linear. (Megatron-LM, arXiv 1909.08053, s
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -219,7 +221,7 @@ class Outermost(DistributedModule):
             for name, value in given.items():
                 if _has_batch(name, value) and value.shape[0] == rows:
                     args, kwargs = self.places.put(name, joined(value, group), args, kwargs)
-        with sharded(0):
+        with sharded(0), inside():
             result = super().forward(*args, **kwargs)
         named = self._outside(result) if isinstance(result, dict) else {}
         if group.joined:
@@ -268,7 +270,26 @@ def heads_joined(weights: Tensor, shares: tuple[int, ...], group: TensorGroup) -
 
 
 def _has_batch(name: str, value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0 and name not in SAME_FOR_ALL
+    least = 2 if name.endswith("position_ids") else 1  # positions [S] are those of all samples
+    return isinstance(value, Tensor) and value.dim() >= least and name not in SAME_FOR_ALL
+
+
+_inside: ContextVar[bool] = ContextVar("inside an outermost twin", default=False)  # each coroutine has its own
+
+
+@contextmanager
+def inside() -> Iterator[None]:
+    """Around the work of an outermost twin, for which samples are joined already."""
+    before = _inside.set(True)
+    try:
+        yield
+    finally:
+        _inside.reset(before)
+
+
+def is_inside() -> bool:
+    """Whether an outermost twin is at work: its parts may be called from outside, too."""
+    return _inside.get()
 
 
 def joined(tensor: Tensor, group: TensorGroup) -> Tensor:

@@ -18,28 +18,23 @@ from smpar.nn.group import TensorGroup
 from smpar.nn.linears import divide_columns
 from smpar.nn.logits import VocabularySlice
 from smpar.nn.module import DistributedModule, become, slice_parameter
-from smpar.nn.twins import joined, own_rows
+from smpar.nn.twins import is_inside, joined, own_rows
 from smpar.slices import Slicing, slicing_of
 
 log = logging.getLogger("smpar")
 
 
 class VocabularyEmbedding(DistributedModule, nn.Embedding):
-    """ids [...] -> [..., H]: each rank looks up the ids that it has rows of, and the results are summed.
-
-    Attributes:
-        outermost: whether it joins samples.
-    """
+    """ids [...] -> [..., H]: each rank looks up the ids that it has rows of, and the results are summed."""
 
     replaces = nn.Embedding
     slicing: Slicing
-    outermost: bool = False
 
     def forward(self, ids: Tensor) -> Tensor:
         group = self.tensor_group
         if not self.distributed:
             return super().forward(ids)
-        if self.outermost and group.joined:
+        if group.joined and not is_inside():
             return own_rows(self._looked_up(joined(ids, group)), group, ids.shape[0])  # type: ignore[no-any-return]
         return self._looked_up(ids)
 
@@ -112,12 +107,8 @@ def whole_because(module: nn.Module, group: TensorGroup) -> str:
     return ""
 
 
-def divide_embedding(module: nn.Embedding, group: TensorGroup, outermost: bool = False) -> bool:
-    """Divide an embedding's rows among the group, in place; False if it stays whole, which the log says.
-
-    Args:
-        outermost: whether it is not inside another twin.
-    """
+def divide_embedding(module: nn.Embedding, group: TensorGroup) -> bool:
+    """Divide an embedding's rows among the group, in place; False if it stays whole, which the log says."""
     if isinstance(module, DistributedModule):
         return True
     why = whole_because(module, group)
@@ -126,7 +117,7 @@ def divide_embedding(module: nn.Embedding, group: TensorGroup, outermost: bool =
         return False
     slicing = Slicing.even(0, module.num_embeddings, group.size)
     slice_parameter(module.weight, slicing, group)
-    become(module, VocabularyEmbedding, group, slicing=slicing, outermost=outermost)
+    become(module, VocabularyEmbedding, group, slicing=slicing)
     return True
 
 

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 
-from smpar.comm.messages import CommGroup, broadcast
 from smpar.comm.world import World
 from smpar.errors import JoinError
+from smpar.runtime.agreement import Called, agree
 from smpar.runtime.replicas import Replicas
 from smpar.runtime.trained import Trained
+from smpar.trace import tree
 from smpar.trace.draws import SeedMode, mix, remember_in_states, seed_generators, sharded, watching
 
 
@@ -54,15 +55,22 @@ class Unstepped:
             reducer.listen(self._told)
         if not self._splits or watching():
             return module(*args, **kwargs)
-        with self._world.guard(), self._drawing():
+        with self._world.guard(), self._drawing(type(module).__name__, {**dict(enumerate(args)), **kwargs}):
             return module(*args, **kwargs)
 
     @contextmanager
-    def _drawing(self) -> Iterator[None]:
-        """Draws come from a seed that the tensor-parallel group has in common, another one in each call."""
-        if self._seed is None:
-            drawn = int(torch.randint(0, 1 << 62, (1,), device="cpu"))
-            self._seed = broadcast(drawn, CommGroup.TP_GROUP, src=0)
+    def _drawing(self, name: str, given: dict[Any, Any]) -> Iterator[None]:
+        """Draws come from a seed that the tensor-parallel group has in common, another one in each call.
+
+        Its ranks are called with the same tensors, or with equal shapes if samples are joined: else they would wait for
+        each other, or sum what does not belong together.
+        """
+        tensors: dict[str, list[torch.Tensor]] = {str(key): [] for key in given}
+        for key, value in given.items():
+            tree.flatten(value, tensors[str(key)])  # nothing but tensors: a cache, say, is another object on each rank
+        drawn = int(torch.randint(0, 1 << 62, (1,), device="cpu")) if self._seed is None else self._seed
+        called = Called(self._calls, name, tensors, dict, digest=0, known=True)
+        self._seed, _ = agree(self._world, called, drawn, self._shard > 0)
         random = torch.get_rng_state()
         self._calls += 1
         seed_generators(mix(self._seed, self._world.axis_rank("rdp"), self._calls))

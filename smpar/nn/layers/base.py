@@ -15,7 +15,7 @@ from smpar.nn.layers.options import Options
 from smpar.nn.module import DistributedModule, partial_rest
 from smpar.nn.regions import Found, Shares, divide_linears, shares_of
 from smpar.nn.sequence import entered, is_slice, to_slice, to_whole
-from smpar.nn.twins import joined, own_rows
+from smpar.nn.twins import inside, joined, own_rows
 from smpar.slices import slicing_of
 from smpar.trace import tree
 from smpar.trace.draws import sharded
@@ -71,7 +71,7 @@ class DividedLayer(DistributedModule):
             hidden, *others = tree.map_tensors(
                 lambda t: joined(t, group) if t.dim() and t.shape[0] == rows else t, [hidden, *others]
             )
-        with self.between():
+        with self.between(), inside():
             result = self.run(hidden, *others)
         whole = to_whole(result, group)
         return own_rows(whole, group, rows) if group.joined else whole

@@ -39,4 +39,4 @@ class DistributedEmbedding(nn.Embedding):
                 self.weight.mul_(initializer_range)
         group = TensorGroup.current()
         if group.size > 1:
-            divide_embedding(self, group, outermost=True)
+            divide_embedding(self, group)
