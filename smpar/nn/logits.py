@@ -196,6 +196,8 @@ class _Held(torch.autograd.Function):
 
 
 def _mapped(logits: VocabularySlice, local: Tensor, dim: int) -> VocabularySlice:
+    if local is logits.local:
+        return logits
     return VocabularySlice.of(local, dataclasses.replace(logits.slicing, dim=dim), logits.group)
 
 
@@ -266,8 +268,7 @@ def _arithmetic(logits: VocabularySlice, func: Any, args: Any, kwargs: Any) -> V
             return None
         if other.numel() == slicing.length:
             other = slicing.take(other.reshape(shape), logits.group.rank)
-    local = func(logits.local, other)
-    return logits if local is logits.local else _mapped(logits, local, slicing.dim)
+    return _mapped(logits, func(logits.local, other), slicing.dim)
 
 
 _T = torch.Tensor
