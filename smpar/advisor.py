@@ -6,7 +6,7 @@ model, batch ──trace──▶ Profile ──search──▶ Plans ──▶ 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +19,12 @@ from smpar.planner.hardware import DATA_SHEET, PROBED
 from smpar.planner.plans import Plans
 from smpar.planner.profile import Profile
 from smpar.planner.search import search
-from smpar.planner.space import Constraints
+from smpar.planner.space import Constraints, tensor_degrees
 
 if TYPE_CHECKING:
     from torch import nn
 
-BUILT = {"tp": 1, "recompute": "none", "shard_optimizer": False}
+BUILT: dict[str, Any] = {"recompute": "none", "shard_optimizer": False}
 """What this version runs; `plan` keeps to it unless it is told otherwise."""
 
 
@@ -49,15 +49,15 @@ def plan(
 
     Args:
         model: a module, which may be on the meta device, or its profile (or the profile's file), measured by
-            ``smpar profile``.
+            ``smpar profile``. Tensor parallelism divides what is marked for it (``smpar.set_tensor_parallelism``).
         batch: what the model is called with: a tensor, a tuple of arguments, or a dict of them by name; a few samples
             along the first axis. Not used with a profile.
         cluster: a `Cluster`, its file, or ready ones by name: ``"8xh100"``, ``"p3.8xlarge*2+g4dn.12xlarge"``.
         global_batch: samples of a step, over all replicas.
         step: ``step(model, *batch)`` calls the model and gives the loss; None calls the model alone.
         fix: what is decided already: ``{"tp": 1, "pp": [2, 4], "schedule": "1f1b"}``; see
-            `smpar.planner.space.Constraints` for the names. Unless they are among them, tensor parallelism,
-            recomputation and sharding of the optimizer's state are left out, as `smpar.init` does not run them yet:
+            `smpar.planner.space.Constraints` for the names. Unless they are among them, recomputation and sharding of
+            the optimizer's state are left out, as `smpar.init` does not run them yet:
             ``{"recompute": ["none", "full"]}`` plans with it all the same.
         keep: how many plans to return at most.
         shown: whether progress is shown, on standard error.
@@ -74,7 +74,7 @@ def plan(
         raise PlanError("at least one plan is kept", f"{keep=}", "keep=10")
     machines = cluster if isinstance(cluster, Cluster) else Cluster.from_file(cluster)
     constraints = Constraints.make({**BUILT, **(fix or {})})
-    profile = _profile(model, batch, machines, step, shown)
+    profile = _profile(model, batch, machines, step, shown, tensor_degrees(machines, constraints))
     with Progress("planning", "degrees looked at", shown) as progress:
         return search(
             CostModel(profile, machines),
@@ -87,7 +87,9 @@ def plan(
         )
 
 
-def _profile(model: Any, batch: Any, cluster: Cluster, step: Callable[..., Any] | None, shown: bool) -> Profile:
+def _profile(
+    model: Any, batch: Any, cluster: Cluster, step: Callable[..., Any] | None, shown: bool, degrees: Sequence[int]
+) -> Profile:
     if isinstance(model, Profile):
         return model
     if isinstance(model, (str, Path)):
@@ -97,7 +99,7 @@ def _profile(model: Any, batch: Any, cluster: Cluster, step: Callable[..., Any] 
     args, kwargs = ((), batch) if isinstance(batch, Mapping) else (_arguments(batch), {})
     reached = PROBED if cluster.measured else DATA_SHEET
     with Progress("tracing", "calls", shown) as progress:
-        return count_profile(model, args, kwargs, cluster.types, step, reached, progress.advance)
+        return count_profile(model, args, kwargs, cluster.types, step, reached, progress.advance, degrees)
 
 
 def _arguments(batch: Any) -> tuple[Any, ...]:

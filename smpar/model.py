@@ -90,16 +90,17 @@ class DistributedModel(nn.Module):
         if now.world.device.type == "cuda" and not any(p.is_meta for p in module.parameters()):
             module.to(now.world.device)
         self.module = module
+        world = now.world
+        whole, sliced = Peers.along(world, "dp"), Peers.along(world, "rdp")
         self.average_grads = average_grads_across_microbatches
         self.pipeline: Pipeline | None = None
         self.unstepped: Unstepped | None = None
         self._pending_state: tuple[Mapping[str, Any], bool] | None = None
-        world = now.world
         self.trained, self.draws = Trained(module), Draws()
         self.circumstances = Circumstances(Structure(module))
         self.reducer = Reducer(
-            Peers.along(world, "dp"),
-            Peers.along(world, "rdp"),
+            whole,
+            sliced,
             cap=cap_in_bytes(bucket_cap_mb),
             overlap=overlapping_allreduce,
             early_views=gradient_as_bucket_view,

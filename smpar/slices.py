@@ -102,3 +102,9 @@ def sliced(parameter: nn.Parameter, slicing: Slicing) -> nn.Parameter:
 def slicing_of(tensor: Tensor) -> Slicing | None:
     """How a parameter's whole is divided; None if this rank holds it whole."""
     return getattr(tensor, "smp_slicing", None)
+
+
+def whole_shape(tensor: Tensor) -> tuple[int, ...]:
+    """Shape of the whole of which a parameter is perhaps a slice."""
+    slicing = slicing_of(tensor)
+    return tuple(tensor.shape) if slicing is None else slicing.whole_shape(tensor.shape)

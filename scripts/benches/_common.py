@@ -56,7 +56,7 @@ Figures: TypeAlias = "float | Mapping[str, Figures]"
 def _rounded(figures: Figures) -> Any:
     if isinstance(figures, Mapping):
         return {name: _rounded(value) for name, value in figures.items()}
-    return float(f"{figures:.5g}")
+    return figures if isinstance(figures, int) else float(f"{figures:.5g}")
 
 
 def finish(figures: Mapping[str, Figures], path: Path | None) -> None:

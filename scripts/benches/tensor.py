@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
+import os
 import statistics
 import time
 from collections import Counter
@@ -134,12 +135,12 @@ def sent_by(way: str, size: Size, group: TensorGroup) -> tuple[int, Counter[str]
     return torchs.bytes + ours.pop("bytes", 0), ours
 
 
-def bytes_per_layer(size: Size, group: TensorGroup) -> dict[str, float]:
+def bytes_per_layer(size: Size, group: TensorGroup) -> dict[str, int]:
     """What one layer more sends, by way."""
-    found: dict[str, float] = {}
+    found: dict[str, int] = {}
     for way in WAYS:
         (one, few), (two, more) = (sent_by(way, dataclasses.replace(size, depth=depth), group) for depth in (1, 2))
-        found[way] = float(two - one)
+        found[way] = two - one
         calls = ", ".join(f"{count} {name}" for name, count in (more - few).items())
         say(f"  {way:<8} sends {(two - one) / 1024:.0f} KiB per layer{': ' + calls if calls else ''}")
     return found
@@ -177,7 +178,7 @@ def worker(args: argparse.Namespace) -> None:
         "large": (Size(args.width, args.width // 64, args.length, args.samples, depth=1), args.large_pairs),
     }
     ratios: dict[str, dict[str, Ratio]] = {name: {} for name in sizes}
-    moved: dict[str, dict[str, float]] = {name: {} for name in sizes}
+    moved: dict[str, dict[str, int]] = {name: {} for name in sizes}
     host: dict[str, dict[str, float]] = {}
     for mode in MODES:
         with mode_of(mode) as group:
@@ -187,15 +188,15 @@ def worker(args: argparse.Namespace) -> None:
                 moved[name] |= {f"{mode}_{way}": sent for way, sent in bytes_per_layer(size, group).items()}
             host[mode] = host_us(group, args.host_rounds)
             say("host, us per layer: " + ", ".join(f"{way} {us:.0f}" for way, us in host[mode].items()))
-            figures: dict[str, Figures] = {
-                "ratio": {name: min((r.value for r in found.values()), default=0.0) for name, found in ratios.items()},
-                "bytes_per_layer": moved,
-                "host_us_per_layer": max(us["divided"] for us in host.values()),
-                "ratios": {name: {way: r.value for way, r in found.items()} for name, found in ratios.items()},
-                "host_us": host,
-            }
-            if dist.get_rank() == 0 and mode == MODES[-1]:
-                finish(figures, args.json)
+    figures: dict[str, Figures] = {
+        "ratio": {name: min(ratio.value for ratio in found.values()) for name, found in ratios.items()},
+        "bytes_per_layer": moved,
+        "host_us_per_layer": max(us["divided"] for us in host.values()),
+        "ratios": {name: {way: ratio.value for way, ratio in found.items()} for name, found in ratios.items()},
+        "host_us": host,
+    }
+    if int(os.environ["RANK"]) == 0:  # smpar is shut down, and torch's groups with it
+        finish(figures, args.json)
 
 
 def main() -> None:

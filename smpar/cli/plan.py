@@ -39,9 +39,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY=V|V,...",
-        help="what is decided: 'pp=2|4,schedule=1f1b'; also dp, microbatch, virtual_stages, devices (how many). "
-        "Left out unless named here, as smpar does not run them yet: tp above 1, recompute=none|full, "
-        "shard_optimizer=false|true",
+        help="what is decided: 'pp=2|4,schedule=1f1b'; also tp, dp, microbatch, virtual_stages, devices (how many). "
+        "Left out unless named here, as smpar does not run them yet: recompute=none|full, shard_optimizer=false|true",
     )
     parser.add_argument("--keep", type=int, default=10, metavar="N", help="so many plans (%(default)s)")
     parser.add_argument("-o", "--output", metavar="FILE", help="write the best plan, for smpar.init")

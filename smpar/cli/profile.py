@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import os
-from typing import Any
 
 import torch
 
@@ -30,13 +29,20 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("entry", metavar="MODULE:FUNCTION", help="builds the model and a batch")
     parser.add_argument("-o", "--output", default="profile.json", help="file to write (%(default)s)")
     parser.add_argument("--microbatch-sizes", default="1,2,4", metavar="N,N,...", help="samples (%(default)s)")
+    parser.add_argument(
+        "--tensor-parallel",
+        default="1",
+        metavar="N,N,...",
+        help="degrees at which a model marked for it (smpar.set_tensor_parallelism) is measured (%(default)s)",
+    )
     parser.add_argument("--device", help="cpu, cuda, cuda:1 ... (the GPU if there is one)")
     parser.add_argument("--threads", type=int, help="of torch on a CPU, as training will have")
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure, and write the file on the first process."""
-    sizes = _sizes(options.microbatch_sizes)
+    sizes = _numbers(options.microbatch_sizes, "microbatch sizes", "--microbatch-sizes")
+    degrees = _numbers(options.tensor_parallel, "tensor-parallel degrees", "--tensor-parallel")
     if options.threads:
         torch.set_num_threads(options.threads)
     first = int(os.environ.get("RANK", 0)) == 0
@@ -45,19 +51,21 @@ def run(options: argparse.Namespace) -> int:
     device = torch.device(options.device or _default_device())
     entry = load(options.entry)
     with Progress("profiling", "microbatch sizes done", shown=first) as progress:
-        profile = profile_model(entry.model, entry.args, entry.kwargs, sizes, device, entry.step, progress.advance)
+        profile = profile_model(
+            entry.model, entry.args, entry.kwargs, sizes, device, entry.step, progress.advance, degrees
+        )
     if first:
         profile.save(options.output)
         print(f"{describe(profile)}\nwritten to {options.output}")
     return 0
 
 
-def _sizes(text: str) -> list[int]:
+def _numbers(text: str, what: str, option: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise CommandError(
-            "microbatch sizes are whole numbers with commas between them", repr(text), "--microbatch-sizes 1,2,4"
+            f"{what} are whole numbers with commas between them", repr(text), f"{option} 1,2,4"
         ) from None
 
 
@@ -67,11 +75,15 @@ def _default_device() -> str:
 
 def describe(profile: Profile) -> str:
     """Lines for a person: the model's sums at each size."""
-    times: Any = profile.times[0]
     parameters = sum(layer.parameters for layer in profile.layers) - sum(
         t.parameters * (len(t.layers) - 1) for t in profile.tied
     )
-    lines = [f"{profile.size} layers, {parameters / 1e6:.4g} million parameters, on {times.device}"]
-    for size, forward, backward in zip(times.microbatches, times.forward, times.backward, strict=True):
-        lines.append(f"  {size:g} samples: forward {sum(forward) * 1e3:.4g} ms, backward {sum(backward) * 1e3:.4g} ms")
+    lines = [f"{profile.size} layers, {parameters / 1e6:.4g} million parameters, on {profile.times[0].device}"]
+    for times in profile.times:
+        at = f"tp {times.tp}, " if len(profile.times) > 1 else ""
+        for size, *both in zip(times.microbatches, times.forward, times.backward, strict=True):
+            forward, backward = (sum(row) * 1e3 for row in both)
+            lines.append(f"  {at}{size:g} samples: forward {forward:.4g} ms, backward {backward:.4g} ms")
+    if profile.undivided:
+        lines.append(f"not divided: {profile.undivided}")
     return "\n".join(lines)

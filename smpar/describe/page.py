@@ -8,7 +8,7 @@ from html import escape
 from smpar.describe.charts import Span, bars, frontier_svg, key, timetable_svg
 from smpar.describe.numbers import count, duration, memory, percent
 from smpar.describe.page_style import CSS
-from smpar.describe.plans import devices_of, filled, fullest, layers_of, of_strategy, searched
+from smpar.describe.plans import devices_of, filled, fullest, layers_of, of_strategy, searched, undivided
 from smpar.errors import PlanError
 from smpar.planner.cost import CostModel
 from smpar.planner.parts import Memory
@@ -87,7 +87,8 @@ def _summary(plans: Plans, model: CostModel) -> Iterable[str]:
         yield f"<p>{whole - used} devices are left out: with them a step would not be faster.</p>"
     if len(plans) > 1 and plans[1].why:
         yield f"<p>The next best plan, {escape(str(plans[1].strategy))}, is slower: {escape(plans[1].why)}.</p>"
-    yield f'<p class="soft">{escape(searched(plans))}.</p>'
+    for line in (searched(plans), *undivided(plans)):
+        yield f'<p class="soft">{escape(line)}.</p>'
 
 
 def _degrees_in_words(plan: Plan) -> str:

@@ -54,6 +54,7 @@ def _print(plans: Plans, console: Console) -> None:
     for part in (
         ranking(plans),
         searched(plans),
+        *undivided(plans),
         *lost(plans),
         "",
         "the best plan, stage by stage (times of one microbatch; reduction once a step)",
@@ -129,6 +130,12 @@ def searched(plans: Plans) -> str:
     ends = ", ".join(f"{number} {words.get(name, name)}" for name, number in plans.counts.items() if number)
     line = f"{ends}; the search took {duration(plans.seconds)}"
     return line if plans.complete else f"{line} and was interrupted: the best so far"
+
+
+def undivided(plans: Plans) -> list[str]:
+    """Why no plan has tensor parallelism, if that was looked for."""
+    why = plans.model.profile.undivided if plans.model is not None else ""
+    return [f"no tensor parallelism: {why}"] if why else []
 
 
 def stages(plan: Plan) -> Table:

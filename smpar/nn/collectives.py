@@ -33,7 +33,7 @@ from smpar.nn.group import TensorGroup
 from smpar.trace.watch import tell
 
 _CPU = torch.device("cpu")
-_TAG = 0x7E45  # of the messages between pairs
+_TAG = 7300  # of the messages between pairs
 _SMALL = 1 << 20  # bytes to all others, up to which they are given whole, rather than reduced in slices and gathered
 
 _counts: list[Counter[str]] = []
@@ -78,8 +78,8 @@ def _processes(group: TensorGroup) -> dist.ProcessGroup:
 
 
 def _direct(tensor: Tensor) -> bool:
-    # gloo's collectives take turns with a thread of their own and, but for all-to-all, with other ranks' copies and
-    # sums; its transfers between pairs do not. What NCCL has is as fast as it gets.
+    # gloo's collectives go through a thread of their own and copy more; its transfers between pairs do not. NCCL's
+    # collectives are as fast as it gets.
     return tensor.device.type == "cpu"
 
 
@@ -103,16 +103,16 @@ class _Exchange:
 
 def _from_others(give: Sequence[Tensor], group: TensorGroup) -> list[Tensor]:
     """What each rank gives this one, and what it gives itself: that is not copied."""
-    give = [part if rank == group.rank else part.contiguous() for rank, part in enumerate(give)]
+    give = [part.detach() if rank == group.rank else part.contiguous() for rank, part in enumerate(give)]
     mine = give[group.rank]
     take = [mine if rank == group.rank else torch.empty(mine.shape, dtype=mine.dtype) for rank in range(group.size)]
     _Exchange(give, take, group).wait()
     return take
 
 
-def _total(parts: Sequence[Tensor]) -> Tensor:
+def _total(parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
     """Their sum, in the order of ranks: so it is equal on all, to the bit."""
-    total = parts[0] + parts[1]
+    total = torch.add(parts[0], parts[1], out=out)
     for part in parts[2:]:
         total += part
     return total
@@ -128,13 +128,18 @@ def all_reduced(tensor: Tensor, group: TensorGroup, own: bool = False) -> Tensor
         _tell(tensor, group, 1.0)
         return tensor if own else tensor.clone()
     to_others = (group.size - 1) * tensor.nbytes
-    if _direct(tensor) and to_others <= _SMALL:
-        _count("all_reduce", to_others)
-        tensor = tensor.contiguous()
-        return _total(_from_others([tensor] * group.size, group))
-    _count("all_reduce", 2 * to_others // group.size)
-    total = tensor if own and tensor.is_contiguous() else tensor.clone(memory_format=torch.contiguous_format)
-    _processes(group).allreduce([total]).wait()
+    small = _direct(tensor) and to_others <= _SMALL
+    _count("all_reduce", to_others if small else 2 * to_others // group.size)
+    if small:
+        return _total(_from_others([tensor.contiguous()] * group.size, group))
+    if not _direct(tensor):
+        total = tensor if own and tensor.is_contiguous() else tensor.clone(memory_format=torch.contiguous_format)
+        _processes(group).allreduce([total]).wait()
+        return total
+    total = torch.empty(tensor.shape, dtype=tensor.dtype)
+    places = total.view(-1).tensor_split(group.size)
+    mine = _total(_from_others(tensor.reshape(-1).tensor_split(group.size), group), out=places[group.rank])
+    _Exchange([mine] * group.size, places, group).wait()
     return total
 
 
@@ -168,7 +173,7 @@ def all_gathered(tensor: Tensor, group: TensorGroup, dim: int) -> Tensor:
     whole = tensor.new_empty(shape)
     places = whole.chunk(group.size, dim)
     exchange = _Exchange(give, places, group)
-    places[group.rank].copy_(tensor)  # meanwhile
+    places[group.rank].copy_(tensor.detach())  # meanwhile
     exchange.wait()
     return whole
 

@@ -15,6 +15,7 @@ from smpar.comm.messages import CommGroup, allgather
 from smpar.comm.peers import Peers
 from smpar.errors import ModelsDiffer, OtherDtype
 from smpar.nn.families import divide_model, family_of, heads_of
+from smpar.nn.family import VOCABULARY, matching
 from smpar.nn.group import TensorGroup
 from smpar.nn.leaves import divide_leaf, is_leaf
 from smpar.nn.linears import divide_linear
@@ -26,7 +27,7 @@ from smpar.nn.vocabulary import divide_embedding, divide_head, whole_because
 from smpar.runtime.core import runtime
 from smpar.runtime.partitioning import pins_of, set_partition
 from smpar.runtime.replicas import broadcast, module_state
-from smpar.slices import slicing_of
+from smpar.slices import slicing_of, whole_shape
 
 log = logging.getLogger("smpar")
 
@@ -36,6 +37,8 @@ READ_THEIR_PARTS = nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.Transfo
 
 def distribute(module: nn.Module, group: TensorGroup) -> nn.Module:
     """Divide what was asked for, in place where that can be; returns what takes the module's place.
+
+    A group without processes is one that is only traced or measured: there is nobody to agree with.
 
     Of the modules that were asked for with all their parts, the outermost supported ones are divided. Before that, all
     their ranks get the weights of their first one. One that shares a weight with a module that is not divided stays
@@ -48,11 +51,16 @@ def distribute(module: nn.Module, group: TensorGroup) -> nn.Module:
     """
     if group.size == 1:
         return module
-    _check_alike(module)
+    alone = group.group is None
+    if not alone:
+        _check_alike(module)
     asked = any(mark_of(part).enabled for part in module.modules())
     if asked:
         module = _Walk(module, group).run()
-    if not any(isinstance(part, DistributedModule) for part in module.modules()):
+    divided = [name or "(model)" for name, part in module.named_modules() if isinstance(part, DistributedModule)]
+    if divided:
+        log.info("smpar: divided over %d ranks: %s", group.size, ", ".join(divided))
+    elif not alone:
         log.warning(
             "smpar: tensor_parallel_degree is %d, but %s: every rank holds all of the model. Call "
             "smpar.set_tensor_parallelism(module) before smpar.DistributedModel(module), or make the model in `with "
@@ -66,7 +74,7 @@ def _check_alike(module: nn.Module) -> None:
     """Raise ModelsDiffer unless all ranks have the same modules, asked for alike, with parameters of the same kinds."""
     mine = [
         f"{name or '(model)'}: {type(part).__name__}, {'' if mark_of(part).enabled else 'not '}asked for, with "
-        + ", ".join(f"{n} {list(p.shape)} {p.dtype}" for n, p in part.named_parameters(recurse=False))
+        + ", ".join(f"{n} {list(whole_shape(p))} {p.dtype}" for n, p in part.named_parameters(recurse=False))
         for name, part in module.named_modules()
     ]
     digest = hashlib.sha256("\n".join(mine).encode()).hexdigest()
@@ -115,12 +123,12 @@ class _Walk:
         """What takes the root's place."""
         layers = (
             Rule(lambda m: registration_of(m) is not None, self._replaced),
-            Rule(lambda m: family_of(m) is not None, self._model, _input_of),
+            Rule(lambda m: family_of(m) is not None, self._model, _inputs_of),
             Rule(is_leaf, self._leaf),
         )
         parts = (
             Rule(self._gives_logits, self._head),
-            Rule(lambda m: type(m).forward is nn.Embedding.forward, self._embedding),
+            Rule(_is_embedding, self._embedding),
             Rule(lambda m: type(m) is nn.Linear, self._linear),
         )
         root = self._visit(self.root, "", layers, {})
@@ -147,7 +155,7 @@ class _Walk:
             return module
         why = self._obstacle(module, rule.apart(module))
         if not why:
-            _make_alike(module)
+            _make_alike(module, self.group)
             made = rule.divide(module)
             if isinstance(made, nn.Module):
                 _check_dtypes(made, path)
@@ -191,29 +199,45 @@ class _Walk:
             for owner in self.owners[weight]
         )
 
+    @property
+    def _within(self) -> set[nn.Module]:
+        """All that is in models which were divided by their family."""
+        return {part for base in self.bases for part in base.modules()}
+
     def _divide_inputs(self) -> None:
         """Divide the embeddings of divided models, unless models that are whole use them, too."""
-        within = {part for base in self.bases for part in base.modules()}
-        for embedding in {part for base in self.bases for part in _input_of(base)}:
-            users = (part for part in self.root.modules() if embedding in _input_of(part))
+        within = self._within
+        for embedding in dict.fromkeys(part for base in self.bases for part in _inputs_of(base)):
+            users = (part for part in self.root.modules() if embedding in _inputs_of(part))
             if self._vocabulary_divides(embedding.weight) and all(user in within for user in users):
                 for owner in self.owners[embedding.weight]:
                     if isinstance(owner, nn.Embedding):
                         divide_embedding(owner, self.group, outermost=owner not in within)
 
+    def _whole_vocabulary(self, module: nn.Module, weight: Tensor) -> str:
+        """Why an embedding or output layer stays whole, outside of divided models; empty if it does not."""
+        if why := whole_because(module, self.group):
+            return why
+        within = self._within
+        for owner, name in self.owners[weight].items():
+            twin = isinstance(owner, DistributedModule)
+            if isinstance(owner, nn.Embedding) and not twin and (owner in within or not _is_embedding(owner)):
+                return f"it shares its weight with {name}, which stays whole"
+        return "" if self._vocabulary_divides(weight) else "it shares its weight with what was not asked for"
+
     def _head(self, module: nn.Module) -> nn.Module | str:
         assert isinstance(module, nn.Linear)
-        if not self._vocabulary_divides(module.weight):
-            return whole_because(module, self.group) or "it shares its weight with what is not divided"
-        divide_head(module, self.group)
-        return module
+        why = self._whole_vocabulary(module, module.weight)
+        if not why:
+            divide_head(module, self.group)
+        return why or module
 
     def _embedding(self, module: nn.Module) -> nn.Module | str:
         assert isinstance(module, nn.Embedding)
-        if not self._vocabulary_divides(module.weight):
-            return whole_because(module, self.group) or "it shares its weight with what is not divided"
-        divide_embedding(module, self.group, outermost=True)
-        return module
+        why = self._whole_vocabulary(module, module.weight)
+        if not why:
+            divide_embedding(module, self.group, outermost=True)
+        return why or module
 
     # -- the rest -------------------------------------------------------------------------------
 
@@ -242,7 +266,7 @@ class _Walk:
             ready = enough and all(mark_of(x).enabled and not isinstance(x, DistributedModule) for x in linears)
             if ready and not any(self._gives_logits(x) or self._obstacle(x, ()) for x in linears):
                 for linear in linears:
-                    _make_alike(linear)
+                    _make_alike(linear, self.group)
                 divide_pair(pair, self.group)
         for child in module.children():
             self._divide_pairs(child)
@@ -252,16 +276,26 @@ class _Walk:
         return divide_linear(module, self.group) or "it has fewer features than there are ranks"
 
 
-def _input_of(module: nn.Module) -> set[nn.Embedding]:
-    """The embedding of a model whose family is known, if it has one."""
-    if family_of(module) is None:
-        return set()
-    embedding = getattr(module, "get_input_embeddings", lambda: None)()
-    return {embedding} if isinstance(embedding, nn.Embedding) else set()
+def _is_embedding(module: nn.Module) -> bool:
+    """Whether it is called as ``nn.Embedding`` is."""
+    return type(module).forward is nn.Embedding.forward
 
 
-def _make_alike(module: nn.Module) -> None:
+def _inputs_of(module: nn.Module) -> dict[nn.Embedding, None]:
+    """The embeddings of a model whose family is known: what it says itself, and what the plan says."""
+    family = family_of(module)
+    if family is None:
+        return {}
+    parts = dict(module.named_modules())
+    found = [parts[name] for name, style in matching(family.plan, parts) if style == VOCABULARY]
+    found.append(getattr(module, "get_input_embeddings", lambda: None)())
+    return {part: None for part in found if isinstance(part, nn.Embedding)}
+
+
+def _make_alike(module: nn.Module, group: TensorGroup) -> None:
     """Give all ranks of a stage the first one's parameters and buffers, one after another."""
+    if group.group is None:
+        return
     world = runtime().world
     peers = Peers.along(world, "dp")
     with world.guard(), torch.no_grad():

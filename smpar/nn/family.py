@@ -31,7 +31,8 @@ log = logging.getLogger("smpar")
 
 COLUMNS = {"colwise": 1, "packed_colwise": 2}  # style -> blocks
 EXPERTS = ("moe_tp_experts", "ep_dispatch_experts")
-ELSEWHERE = ("", "replicated_with_grad_allreduce", "embedding_rowwise")  # no matter of regions
+VOCABULARY = "embedding_rowwise"
+ELSEWHERE = ("", "replicated_with_grad_allreduce", VOCABULARY)  # no matter of regions
 HEAD = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim")
 OTHERS = ("encoder_hidden_states", "key_value_states")
 
@@ -46,6 +47,7 @@ class Family:
         head: attributes of which a region that has one keeps so many features together: the size of a head.
         queries_per_key: attributes of regions that say how many query heads share a key and value head.
         others: arguments besides the hidden state that regions work on.
+        skips: attributes of the model that, unless zero, say that it skips layers at times.
     """
 
     plan: Mapping[str, str] = field(default_factory=dict)
@@ -53,6 +55,7 @@ class Family:
     head: tuple[str, ...] = HEAD
     queries_per_key: tuple[str, ...] = ("num_key_value_groups",)
     others: tuple[str, ...] = OTHERS
+    skips: tuple[str, ...] = ("layerdrop",)
 
 
 def matching(plan: Mapping[str, str], names: Iterable[str]) -> Iterator[tuple[str, str]]:
@@ -75,6 +78,7 @@ def divide(model: nn.Module, family: Family, group: TensorGroup) -> None:
     for region in _regions(modules, dict(matching(family.plan, modules)), layers):
         stacked = any(region.path == path or region.path.startswith(path + ".") for path in layers)
         divide_region(region, family, group if stacked else dataclasses.replace(group, memory=False))
+    skips = any(getattr(model, name, 0) for name in family.skips)
     for path, last in layers.items():
         layer = modules[path]
         places = Places(layer.forward)
@@ -82,7 +86,7 @@ def divide(model: nn.Module, family: Family, group: TensorGroup) -> None:
             for part in _unknown(layer):
                 keep_whole(part, "its plan does not speak of it", family, group)
             _mark_partial(layer, group)
-        become(layer, Layer, group, entries=region_entries(places.names, ()), places=places, last=last)
+        become(layer, Layer, group, entries=region_entries(places.names, ()), places=places, last=last or skips)
     _tell(modules)
 
 

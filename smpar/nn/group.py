@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -29,11 +31,13 @@ class TensorGroup:
 
     @classmethod
     def current(cls) -> TensorGroup:
-        """The one that ``smpar.init`` made.
+        """The one that ``smpar.init`` made, or that is `assumed`.
 
         Raises:
             NotInitialized: ``smpar.init`` has not run.
         """
+        if _assumed:
+            return _assumed[-1]
         now = runtime()
         config, world = now.config, now.world
         size = world.axis_size("tp")
@@ -44,6 +48,19 @@ class TensorGroup:
             config.optimize == "memory",
             not config.prescaled_batch,
         )
+
+
+_assumed: list[TensorGroup] = []
+
+
+@contextlib.contextmanager
+def assumed(group: TensorGroup) -> Iterator[None]:
+    """Inside, the current group is this one, as for a model that is only traced."""
+    _assumed.append(group)
+    try:
+        yield
+    finally:
+        _assumed.pop()
 
 
 def partial(parameter: nn.Parameter, group: TensorGroup) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from smpar.nn import collectives
 from smpar.nn.group import TensorGroup, partial
 from smpar.nn.layers.base import in_region, inner
-from smpar.nn.linears import divide_columns, divide_rows, whole_features
+from smpar.nn.linears import divide_columns, divide_rows, out_features, whole_features
 from smpar.nn.module import DistributedModule, become, slice_parameter
 from smpar.nn.sequence import to_slice, to_whole
 from smpar.nn.twins import Places, Region, joined, own_rows
@@ -41,7 +41,7 @@ def divide_leaf(module: nn.Module, group: TensorGroup) -> nn.Module | None:
         return None
     divided: nn.Module | None
     if _is(module, nn.MultiheadAttention):
-        divided = _divide_attention(module, dataclasses.replace(group, memory=False))
+        divided = _divide_attention(module, dataclasses.replace(group, memory=False))  # type: ignore[arg-type]
     elif any(_is(module, cls) for cls in LAYERS):
         divided = _divide_layer(module, group)
     else:
@@ -63,7 +63,7 @@ def _is(module: nn.Module, cls: type[nn.Module]) -> bool:
 
 
 def _stacked(stack: nn.Module) -> list[tuple[nn.Module, type[nn.Module]]]:
-    return [(layer, LAYERS[isinstance(stack, STACKS[1])]) for layer in stack.layers]
+    return [(layer, LAYERS[isinstance(stack, STACKS[1])]) for layer in stack.layers]  # type: ignore[union-attr]
 
 
 class Attention(DistributedModule):
@@ -152,6 +152,7 @@ class Attention(DistributedModule):
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of this rank's heads: [N, heads, .., D]; those that the module adds, too."""
         biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        weights: tuple[Tensor, ...]
         if self.in_proj_weight is None:
             weights = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
         else:
@@ -159,20 +160,25 @@ class Attention(DistributedModule):
         if self.in_proj_weight is not None and query is key is value:
             q, k, v = F.linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
         else:
-            q, k, v = (F.linear(*those) for those in zip((query, key, value), weights, biases, strict=True))
+            q, k, v = map(F.linear, (query, key, value), weights, biases)
         if self.bias_k is not None and self.bias_v is not None:
             start, stop = (head * self.head_dim for head in self.heads)
             added = (bias[..., start:stop].expand(len(k), -1, -1) for bias in (self.bias_k, self.bias_v))
             k, v = (torch.cat(pair, 1) for pair in zip((k, v), added, strict=True))
         if self.add_zero_attn:
             k, v = (F.pad(t, (0, 0, 0, 1)) for t in (k, v))
-        q, k, v = (t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in (q, k, v))
-        return q, k, v
+        return self._heads(q), self._heads(k), self._heads(v)
+
+    def _heads(self, features: Tensor) -> Tensor:
+        """[N, S, heads * D] -> [N, heads, S, D]"""
+        return features.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
     def _mask(self, scores: Tensor | None, keys: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
         """What is added to the scores of this rank's heads."""
         start, stop = self.heads
         parts = []
+        if scores is not None and scores.requires_grad and stop - start < self.num_heads:
+            scores = collectives.copy(scores, self.tensor_group)
         if scores is not None:
             whole = scores[None, None] if scores.dim() == 2 else scores.unflatten(0, (-1, self.num_heads))
             parts.append(whole if scores.dim() == 2 else whole[:, start:stop])
@@ -280,7 +286,7 @@ def _divide_attention(module: nn.MultiheadAttention, group: TensorGroup) -> Atte
     divide_rows(module.out_proj, module.head_dim, group)
     for parameter in (module.bias_k, module.bias_v):
         if parameter is not None:
-            partial(parameter, group)
+            partial(parameter, group)  # type: ignore[arg-type]
     return become(module, Attention, group, heads=bounds_of(module.num_heads, group.size)[group.rank])
 
 
@@ -294,11 +300,11 @@ def _divide_layer(layer: nn.Module, group: TensorGroup) -> TorchLayer:
             become(attention, Attention, group, heads=(0, attention.num_heads))
             whole.update(attention.parameters())
         inner(attention)
-    linear1: nn.Linear = layer.linear1
-    if linear1.out_features >= group.size:
+    linear1, linear2 = layer.get_submodule("linear1"), layer.get_submodule("linear2")
+    if out_features(linear1) >= group.size:
         divide_columns(linear1, 1, group)
         become(linear1, Region, group, entries=("input",), places=Places(linear1.forward), open=True)
-        divide_rows(layer.linear2, 1, group)
+        divide_rows(linear2, 1, group)
     states = ("src",) if len(names) == 1 else ("tgt", "memory")
     return _become_layer(layer, group, states, batch_first, whole)
 

@@ -35,34 +35,49 @@ def out_dim(linear: nn.Module) -> int:
 
 
 def out_features(linear: nn.Module) -> int:
-    return int(linear.weight.shape[out_dim(linear)])  # type: ignore[union-attr]
+    return int(linear.weight.shape[out_dim(linear)])  # type: ignore[index]
 
 
 def in_features(linear: nn.Module) -> int:
-    return int(linear.weight.shape[1 - out_dim(linear)])  # type: ignore[union-attr]
+    return int(linear.weight.shape[1 - out_dim(linear)])  # type: ignore[index]
 
 
-def divide_columns(linear: nn.Module, unit: int, group: TensorGroup, blocks: int = 1) -> Slicing:
-    """Let a linear give this rank's output features only; of its bias, too. Gives how they are divided.
+def slice_columns(linear: nn.Module, slicing: Slicing, group: TensorGroup) -> None:
+    """Let a linear, or an embedding, give this rank's features only: slice its weight by them, and its bias."""
+    slice_parameter(linear.weight, slicing, group)  # type: ignore[arg-type]
+    bias = getattr(linear, "bias", None)
+    if bias is not None:
+        slice_parameter(bias, dataclasses.replace(slicing, dim=0), group)
+    _set_size(linear, ("out_features", "nf", "embedding_dim"), slicing.size(group.rank))
+
+
+def slice_rows(
+    linear: nn.Module,
+    slicing: Slicing,
+    group: TensorGroup,
+    twin: type[T] = RowLinear,  # type: ignore[assignment]
+    **attributes: Any,
+) -> T:
+    """Let a linear take this rank's input features only, and sum the group's results, as a twin of class ``twin``.
 
     Args:
-        unit: features that stay together, such as a head's.
-        blocks: see ``Slicing.even``.
+        attributes: the twin's.
     """
-    slicing = Slicing.even(out_dim(linear), out_features(linear), group.size, unit, blocks)
     slice_parameter(linear.weight, slicing, group)  # type: ignore[arg-type]
-    if linear.bias is not None:
-        slice_parameter(linear.bias, dataclasses.replace(slicing, dim=0), group)  # type: ignore[arg-type]
-    _set_size(linear, ("out_features", "nf"), slicing.size(group.rank))
+    _set_size(linear, ("in_features", "nx"), slicing.size(group.rank))
+    return become(linear, twin, group, **attributes)
+
+
+def divide_columns(linear: nn.Module, unit: int, group: TensorGroup) -> Slicing:
+    """Slice a linear's output features as evenly as they go, in whole units; gives how."""
+    slicing = Slicing.even(out_dim(linear), out_features(linear), group.size, unit)
+    slice_columns(linear, slicing, group)
     return slicing
 
 
 def divide_rows(linear: nn.Module, unit: int, group: TensorGroup, twin: type[T] = RowLinear) -> T:  # type: ignore[assignment]
-    """Let a linear take this rank's input features only, and sum the group's results, as a twin of class ``twin``."""
-    slicing = Slicing.even(1 - out_dim(linear), in_features(linear), group.size, unit)
-    slice_parameter(linear.weight, slicing, group)  # type: ignore[arg-type]
-    _set_size(linear, ("in_features", "nx"), slicing.size(group.rank))
-    return become(linear, twin, group)
+    """Slice a linear's input features likewise, as ``slice_rows`` does."""
+    return slice_rows(linear, Slicing.even(1 - out_dim(linear), in_features(linear), group.size, unit), group, twin)
 
 
 def _set_size(module: nn.Module, names: tuple[str, ...], size: int) -> None:
@@ -110,12 +125,12 @@ class WholeLinear(DistributedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.distributed:
-            return super().forward(x)  # type: ignore[no-any-return,misc]
+            return super().forward(x)
         group = self.tensor_group
         with sharded(0):
             if not (self.outermost and group.joined):
                 return self._worked(x, group)
-            return own_rows(self._worked(joined(x, group), group), group, x.shape[0])  # type: ignore[no-any-return]
+            return own_rows(self._worked(joined(x, group), group), group, x.shape[0])
 
     def _worked(self, x: Tensor, group: TensorGroup) -> Tensor:
         weight: Tensor = self.weight  # type: ignore[assignment]
@@ -129,7 +144,7 @@ class WholeLinear(DistributedModule):
 def divide_linear(linear: nn.Linear, group: TensorGroup, **attributes: Any) -> nn.Linear | None:
     """Divide a linear that keeps whole inputs and outputs; None if it has too few features.
 
-    Dividing output features moves ``out + 2 in`` numbers per sample, forward and backward; input features ``2 out + in``.
+    For output features, forward and backward move ``out + 2 in`` numbers per sample; for input features ``2 out + in``.
     """
     length = max(linear.in_features, linear.out_features)
     if length < group.size:
@@ -141,6 +156,6 @@ def divide_linear(linear: nn.Linear, group: TensorGroup, **attributes: Any) -> n
         slicing = Slicing.even(0, linear.out_features, group.size)
         if linear.bias is not None:
             slice_parameter(linear.bias, slicing, group)
-    slice_parameter(linear.weight, slicing, group)
+    slice_parameter(linear.weight, slicing, group)  # type: ignore[arg-type]
     become(linear, WholeLinear, group, slicing=slicing, **attributes)
     return linear

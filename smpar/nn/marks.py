@@ -38,6 +38,13 @@ def mark_of(module: nn.Module) -> Mark:
     return _marks.get(module, _NONE)
 
 
+def mark_as(copy: nn.Module, original: nn.Module) -> None:
+    """Ask the same for a copy's modules as for those that they are copies of."""
+    for here, there in zip(copy.modules(), original.modules(), strict=True):
+        if there in _marks:
+            _marks[here] = _marks[there]
+
+
 @contextlib.contextmanager
 def tensor_parallelism(enabled: bool = True, **options: Any) -> Iterator[None]:
     """Ask for the modules made inside to be divided, or not to be; the innermost context wins.

@@ -75,7 +75,7 @@ def pairs_in(module: nn.Module) -> Iterator[Pair]:
         if rows is None or not _is_linear(rows) or len(node.args) != 1 or not isinstance(node.args[0], fx.Node):
             continue
         sources = _sources(node.args[0], node, modules)
-        columns = {modules[str(source.target)] for source in sources or ()}
+        columns = dict.fromkeys(modules[str(source.target)] for source in sources or ())  # in order, on all ranks
         if len({source.args for source in sources or ()}) != 1 or any(source.kwargs for source in sources or ()):
             continue
         fits = all(column.out_features == rows.in_features for column in columns)
@@ -100,16 +100,16 @@ def _hooked(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
 
 
-def _sources(node: fx.Node, user: fx.Node, modules: dict[str, nn.Module]) -> set[fx.Node] | None:
+def _sources(node: fx.Node, user: fx.Node, modules: dict[str, nn.Module]) -> dict[fx.Node, None] | None:
     """The calls of linears from which element-wise operations make a value; None if it comes from elsewhere, too."""
     if list(node.users) != [user]:
         return None
     module = modules.get(str(node.target)) if node.op == "call_module" else None
     if module is not None and _is_linear(module):
-        return {node}
+        return {node: None}
     if not _elementwise(node, module):
         return None
-    found: set[fx.Node] = set()
+    found: dict[fx.Node, None] = {}
     for source in node.all_input_nodes:
         theirs = _sources(source, node, modules)
         if theirs is None:

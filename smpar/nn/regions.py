@@ -18,8 +18,9 @@ from torch import nn
 
 from smpar.nn.experts import Experts
 from smpar.nn.group import TensorGroup, partial
+from smpar.nn.linears import in_features, out_dim, out_features, slice_columns, slice_rows
 from smpar.nn.module import become, partial_rest, slice_parameter
-from smpar.nn.twins import Places, Region, RowLinear, SharedColumns, WholeRegion, region_entries
+from smpar.nn.twins import Places, Region, SharedColumns, WholeRegion, region_entries
 from smpar.slices import Slicing, bounds_of
 
 if TYPE_CHECKING:
@@ -142,16 +143,9 @@ def divide_linears(region: Found, shares: Shares, group: TensorGroup, inside: bo
             become(linear, SharedColumns, group, rows=(first, first + shares.head))
             partial_rest(linear, group)
             continue
-        slicing = shares.slicing(_out_dim(linear), length, blocks)
-        slice_parameter(linear.weight, slicing, group)  # type: ignore[arg-type]
-        if getattr(linear, "bias", None) is not None:
-            slice_parameter(linear.bias, shares.slicing(0, length, blocks), group)  # type: ignore[arg-type]
-        _set_size(linear, ("out_features", "nf", "embedding_dim"), slicing.size(group.rank))
+        slice_columns(linear, shares.slicing(out_dim(linear), length, blocks), group)
     for linear in region.rows:
-        slicing = shares.slicing(1 - _out_dim(linear), in_features(linear))
-        slice_parameter(linear.weight, slicing, group)  # type: ignore[arg-type]
-        _set_size(linear, ("in_features", "nx"), slicing.size(group.rank))
-        become(linear, RowLinear, group, inside=inside)
+        slice_rows(linear, shares.slicing(1 - out_dim(linear), in_features(linear)), group, inside=inside)
 
 
 def _divide_experts(region: Found, family: Family, group: TensorGroup) -> None:
@@ -204,24 +198,6 @@ def _set_counts(module: nn.Module, shares: Shares, family: Family, group: Tensor
         count = getattr(module, name, None)
         if isinstance(count, int) and count % shares.units == 0:
             setattr(module, name, count // shares.units * (stop - start))
-    if shares.shared:
-        for name in family.queries_per_key:
-            _set_size(module, (name,), stop - start)
-
-
-def out_features(linear: nn.Module) -> int:
-    return int(linear.weight.shape[_out_dim(linear)])  # type: ignore[index]
-
-
-def in_features(linear: nn.Module) -> int:
-    return int(linear.weight.shape[1 - _out_dim(linear)])  # type: ignore[index]
-
-
-def _out_dim(linear: nn.Module) -> int:
-    return 0 if isinstance(linear, nn.Linear) else 1  # others hold their weight transposed, as GPT-2's do
-
-
-def _set_size(module: nn.Module, names: tuple[str, ...], size: int) -> None:
-    for name in names:
+    for name in family.queries_per_key if shares.shared else ():
         if hasattr(module, name):
-            setattr(module, name, size)
+            setattr(module, name, stop - start)

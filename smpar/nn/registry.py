@@ -26,7 +26,7 @@ from smpar.errors import HookMismatch, OtherDtype, RegistrationError, TwinWeight
 from smpar.nn.group import TensorGroup
 from smpar.nn.marks import default_dtype
 from smpar.nn.module import DistributedModule, become
-from smpar.slices import slicing_of
+from smpar.slices import slicing_of, whole_shape
 
 log = logging.getLogger("smpar")
 
@@ -180,6 +180,13 @@ def _remember_arguments(cls: type[nn.Module]) -> None:
     cls.__init__ = init  # type: ignore[method-assign]
 
 
+def remember_as(copy: nn.Module, original: nn.Module) -> None:
+    """Know a copy's modules to be made with the arguments of those that they are copies of."""
+    for here, there in zip(copy.modules(), original.modules(), strict=True):
+        if there in _arguments:
+            _arguments[here] = _arguments[there]
+
+
 def registration_of(module: nn.Module) -> Registration | None:
     """What is registered for a module's class; None if nothing is."""
     return _registered.get(type(module))
@@ -242,7 +249,7 @@ def _take_weights(module: nn.Module, twin: nn.Module, known: Registration, group
     if known.weights is not None:
         given = known.weights(dict(given))
     own = twin.state_dict(keep_vars=True)
-    wanted = {name: _whole_shape(tensor) for name, tensor in own.items() if isinstance(tensor, Tensor)}
+    wanted = {name: whole_shape(tensor) for name, tensor in own.items() if isinstance(tensor, Tensor)}
     other = [
         f"{name}: {list(shape)}, given: {list(given[name].shape) if name in given else 'nothing'}"
         for name, shape in wanted.items()
@@ -265,8 +272,3 @@ def _take_weights(module: nn.Module, twin: nn.Module, known: Registration, group
                 target.copy_(given[name] if slicing is None else slicing.take(given[name], group.rank))
             if name in trained and isinstance(target, nn.Parameter):
                 target.requires_grad_(trained[name])
-
-
-def _whole_shape(tensor: Tensor) -> tuple[int, ...]:
-    slicing = slicing_of(tensor)
-    return tuple(tensor.shape) if slicing is None else slicing.whole_shape(tensor.shape)

@@ -12,7 +12,7 @@ between regions do not care about dims. (arXiv 2205.05198, section 4.2.)
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -85,7 +85,10 @@ def entered(hidden: Tensor, group: TensorGroup) -> Iterator[Tensor]:
     else:
         part, length = _unmark(hidden, group)
         whole = collectives.gather(part, group, 1)[:, :length].contiguous()
-        if not torch.is_grad_enabled() or not torch._C._autograd._saved_tensors_hooks_is_enabled():
+        if (
+            not torch.is_grad_enabled()
+            or torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None
+        ):
             yield whole
             return
         again = Regather(part.detach(), whole, group)
@@ -102,7 +105,9 @@ class Regather:
     def __init__(self, part: Tensor, whole: Tensor, group: TensorGroup) -> None:
         self._group, self._length = group, whole.shape[1]
         hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        self._around, self._back = hooks or (_same, _same)
+        around, back = hooks or (_same, _same)
+        self._around: Callable[[Tensor], Any] = around
+        self._back: Callable[[Any], Tensor] = back
         self._part: Any = part
         self._kept: Any = None  # the slice, as the hooks around keep it
         self._storage, self._version = whole.untyped_storage()._cdata, whole._version
@@ -123,7 +128,7 @@ class Regather:
         """The tensor, of what was kept."""
         view, other = kept
         if view is None:
-            return self._back(other)  # type: ignore[no-any-return]
+            return self._back(other)
         if self._gathered is None:
             gathered = collectives.all_gathered(self._back(self._kept), self._group, 1)
             self._gathered = gathered[:, : self._length].contiguous()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,14 +29,18 @@ from smpar.trace import tree
 from smpar.trace.draws import set_shard, sharded
 
 
+@dataclass(frozen=True, init=False)
 class Places:
-    """Where a function's arguments are, by name."""
+    """Where a function's arguments are, by name; equal for functions with equal arguments."""
+
+    names: tuple[str, ...]
+    _index: dict[str, int] = field(compare=False)
 
     def __init__(self, function: Callable[..., Any]) -> None:
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         parameters = inspect.signature(function).parameters.values()
-        self.names = [p.name for p in parameters if p.kind in kinds]
-        self._index = {name: i for i, name in enumerate(self.names)}
+        object.__setattr__(self, "names", tuple(p.name for p in parameters if p.kind in kinds))
+        object.__setattr__(self, "_index", {name: i for i, name in enumerate(self.names)})
 
     def get(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An argument; None if it is not given."""
@@ -168,7 +173,7 @@ class Layer(DistributedModule):
     """One of consecutive layers, between which hidden states are slices of the sequence in memory mode.
 
     Attributes:
-        last: whether its result is made whole.
+        last: whether its result is made whole, as there may be no layer after it.
     """
 
     entries: tuple[str, ...]

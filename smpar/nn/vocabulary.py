@@ -10,7 +10,6 @@ import logging
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -52,7 +51,11 @@ class VocabularyEmbedding(DistributedModule, nn.Embedding):
         elsewhere = (ids < start) | (ids >= stop)
         padding = self.padding_idx
         mine = None if padding is None or not start <= padding < stop else padding - start
-        found = F.embedding((ids - start).masked_fill(elsewhere, 0), self.weight, mine)
+        self.padding_idx = mine
+        try:  # the class that this is a twin of may do more than look up: scale, for one
+            found = super().forward((ids - start).masked_fill(elsewhere, 0))
+        finally:
+            self.padding_idx = padding
         return collectives.reduce(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), group)
 
 
@@ -99,7 +102,8 @@ def _like_whole(local: Tensor, slicing: Slicing) -> Tensor:
 
 def whole_because(module: nn.Module, group: TensorGroup) -> str:
     """Why a module's vocabulary stays whole; empty if it does not."""
-    rows = int(module.weight.shape[0])  # type: ignore[union-attr]
+    slicing = slicing_of(module.weight)  # type: ignore[arg-type]
+    rows = int(module.weight.shape[0]) if slicing is None else slicing.length  # type: ignore[index]
     if rows < group.size:
         return f"it has {rows} rows for {group.size} ranks"
     for name in ("max_norm", "scale_grad_by_freq", "sparse"):

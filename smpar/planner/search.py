@@ -464,7 +464,9 @@ class _Search:
             "some degrees keep the constraints: tp x pp x dp devices, a batch that dp and the microbatch divide, at "
             "least a layer for each stage, and times in the profile for the device types and tensor-parallel degrees",
             f"constraints: {self.constraints}; {cluster.size} devices of {sorted({n.device for n in cluster.nodes})}, "
-            f"global batch {self.batch}, {profile.size} layers, times for {known}",
+            f"global batch {self.batch}, {profile.size} layers, times for {known}"
+            + f"; no tensor parallelism: {profile.undivided}"
+            * bool(profile.undivided),
             "relax the constraints, change the global batch, or profile the model on these devices",
         )
 
@@ -479,7 +481,9 @@ class _Search:
         )
 
     def _help(self) -> str:
-        ways = ["more devices or larger ones", "tensor parallelism"]
+        ways = ["more devices or larger ones"]
+        if all(times.tp == 1 for times in self.model.profile.times):
+            ways.append("tensor parallelism (smpar.set_tensor_parallelism)")
         if not self.constraints.allows("recompute", "full"):
             ways.insert(0, 'allow recompute "full"')
         if not self.constraints.allows("shard_optimizer", True):

@@ -118,6 +118,16 @@ class Degrees:
         return self.tp * self.pp * self.dp
 
 
+def tensor_degrees(cluster: Cluster, constraints: Constraints) -> tuple[int, ...]:
+    """Tensor-parallel degrees worth knowing the costs of: powers of two, and whole nodes; those allowed, if some are.
+
+    A tensor-parallel group lies inside one node.
+    """
+    widest = max(node.count for node in cluster.nodes)
+    usual = {1, *(2**k for k in range(1, widest.bit_length())), *(node.count for node in cluster.nodes)}
+    return tuple(sorted(tp for tp in constraints.tp or usual if tp <= widest))
+
+
 def degrees(
     cluster: Cluster, layers: int, tensor: tuple[int, ...], global_batch: int, constraints: Constraints
 ) -> Iterator[Degrees]:

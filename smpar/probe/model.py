@@ -6,20 +6,22 @@ model ──trace──▶ units (the layers) ──trace again at each size─�
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from smpar.errors import CommandError
-from smpar.planner.profile import Layer, Profile, Tensor, Tied, Times
+from smpar.planner.profile import Profile, Times
 from smpar.probe.devices import device_name
+from smpar.probe.divided import alike, counterparts, divided_copies, divided_copy, divided_of, unlike
+from smpar.probe.traces import at_size, call_of, layers_of, tensors_of, tied_of
 from smpar.probe.whole import whole_seconds
 from smpar.runtime.measure import Measurer
 from smpar.runtime.measure import Times as Measured
 from smpar.runtime.module_graph import open_until_even, run
 from smpar.runtime.partitioning import Explored, survey
-from smpar.stage.split import Call
 from smpar.trace import tree
 from smpar.trace.fake import FakeRunner
 from smpar.trace.outcomes import Outcomes
@@ -36,6 +38,7 @@ def profile_model(
     device: torch.device,
     step: Callable[..., Any] | None = None,
     done: Callable[[], None] = lambda: None,
+    degrees: Sequence[int] = (1,),
 ) -> Profile:
     """Measure a model on a device, where it stays.
 
@@ -50,6 +53,8 @@ def profile_model(
         device: of the measurement.
         step: ``step(model, *args, **kwargs)`` calls the model and the loss; None calls the model.
         done: called after each size.
+        degrees: tensor-parallel degrees to measure at, too, if the model is marked for that and can be divided: of one
+            rank alone, with copies in memory where the others would send something.
 
     Raises:
         CommandError: the model is on the meta device, the batch holds no tensor, or the model does not run at a size.
@@ -63,31 +68,57 @@ def profile_model(
         )
     model.to(device)
     args, kwargs = tree.map_tensors(lambda t: t.to(device), (tuple(args), dict(kwargs)))
-    fn = step or run
+    fn, largest = step or run, sizes[-1]
     outcomes = Outcomes(FakeRunner(device))
     with torch.inference_mode(False), torch.enable_grad():
-        even = at_size(sizes[-1], lambda: open_until_even(fn, call_of(model, args, kwargs, sizes[-1]), model, outcomes))
-        opened, glue_hooks = set(even.layout.split), set(even.layout.glue_hooks)
-        rows: list[list[Measured]] = []
-        with Measurer(outcomes, lambda work: work(), split=True, enough=_ENOUGH) as measurer:
-            for size in sizes:
-                call = call_of(model, args, kwargs, size)
-                seen = at_size(size, lambda c=call: survey(fn, c, model, outcomes, opened, glue_hooks))  # type: ignore[misc]
-                if seen.modules != even.modules:
-                    raise CommandError(
-                        "a model runs the same modules at every microbatch size",
-                        f"others at {size} than at {sizes[-1]} samples",
-                        f"leave {size} out of the sizes",
-                    )
-                rows.append(_adding_up(measurer.times(seen), whole_seconds(fn, call, model, device, _ENOUGH_WHOLE)))
-                done()
-    times = Times(
-        device_name(device),
-        1,
-        tuple(float(size) for size in sizes),
-        *(tuple(tuple(getattr(t, part) for t in row) for row in rows) for part in ("forward", "backward", "weight")),
-    )
-    return Profile(layers_of(model, even, sizes[-1]), tensors_of(even, sizes[-1]), (times,), tied_of(even))
+        first = call_of(model, args, kwargs, largest)
+        even = at_size(largest, lambda: open_until_even(fn, first, model, outcomes))
+        copies, undivided = divided_copies(model, degrees)
+        opened = alike(model, even.layout.split, copies.values())
+        hooks = alike(model, even.layout.glue_hooks, copies.values())
+
+        def measure(tp: int, version: nn.Module) -> tuple[Explored, Times]:
+            there = counterparts(model, opened, version), counterparts(model, hooks, version)
+            rows: list[list[Measured]] = []
+            seen: Explored | None = None
+            with Measurer(outcomes, lambda work: work(), split=True, enough=_ENOUGH) as measurer:
+                for size in reversed(sizes):
+                    call = call_of(version, args, kwargs, size)
+                    now = at_size(size, lambda c=call: survey(fn, c, version, outcomes, *map(set, there)))  # type: ignore[misc]
+                    seen = seen or now
+                    if now.modules != seen.modules:
+                        raise CommandError(
+                            "a model runs the same modules at every microbatch size",
+                            f"others at {size} than at {largest} samples",
+                            f"leave {size} out of the sizes",
+                        )
+                    alone = whole_seconds(fn, call, version, device, _ENOUGH_WHOLE)
+                    rows.insert(0, _adding_up(measurer.times(now), alone))
+                    done()
+            assert seen is not None
+            return seen, _times(device, tp, sizes, rows)
+
+        seen, times = measure(1, model)
+        layers, tied = layers_of(model, seen, largest), tied_of(seen)
+        profile = Profile(layers, tensors_of(seen, largest), (times,), tied)
+        for tp in copies:
+            version = divided_copy(model, tp, meta=False)
+            assert version is not None
+            other, times = measure(tp, version)
+            if undivided := unlike(seen, other):
+                continue
+            made = layers_of(version, other, largest)
+            profile = replace(
+                profile,
+                times=(*profile.times, times),
+                divided=(*profile.divided, divided_of(tp, version, other, largest, profile, made)),
+            )
+    return replace(profile, undivided="" if profile.divided else undivided)
+
+
+def _times(device: torch.device, tp: int, sizes: Sequence[int], rows: Sequence[Sequence[Measured]]) -> Times:
+    parts = (tuple(tuple(getattr(t, part) for t in row) for row in rows) for part in ("forward", "backward", "weight"))
+    return Times(device_name(device), tp, tuple(map(float, sizes)), *parts)
 
 
 def _adding_up(row: Sequence[Measured], whole: tuple[float, float]) -> list[Measured]:
@@ -95,81 +126,3 @@ def _adding_up(row: Sequence[Measured], whole: tuple[float, float]) -> list[Meas
     forward, backward = sum(t.forward for t in row), sum(t.backward for t in row)
     more = [w / part if w > 0.0 and part > 0.0 else 1.0 for w, part in zip(whole, (forward, backward), strict=True)]
     return [Measured(t.forward * more[0], t.backward * more[1], t.weight * more[1]) for t in row]
-
-
-def at_size(size: int, trace: Callable[[], Explored]) -> Explored:
-    try:
-        return trace()
-    except CommandError:  # says more than what follows
-        raise
-    except Exception as error:
-        raise CommandError(
-            "the model runs on a microbatch of each size",
-            f"{type(error).__name__} at {size} samples: {str(error).splitlines()[0] if str(error) else ''}",
-            "leave that size out, or correct the model or its batch",
-        ) from error
-
-
-def call_of(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], size: int) -> Call:
-    batch = resized((tuple(args), dict(kwargs)), size)
-    return (model, *batch[0]), batch[1]
-
-
-def resized(batch: Any, size: int) -> Any:
-    """The batch with so many samples: cut, or repeated from its start.
-
-    Raises:
-        CommandError: no tensor has a first axis.
-    """
-    leaves: list[torch.Tensor] = []
-    spec = tree.flatten(batch, leaves)
-    samples = next((t.shape[0] for t in leaves if t.dim() and t.shape[0]), 0)
-    if not samples:
-        raise CommandError(
-            "a batch has a tensor with samples along its first axis",
-            f"tensors of shapes {[tuple(t.shape) for t in leaves]}",
-            "return model, batch: batch is what the model is called with",
-        )
-    index = torch.arange(size) % samples
-    return tree.unflatten(spec, [_taken(t, index) if t.dim() and t.shape[0] == samples else t for t in leaves])
-
-
-def _taken(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    return tensor.detach()[index.to(tensor.device)].requires_grad_(tensor.requires_grad)
-
-
-def layers_of(model: nn.Module, seen: Explored, size: int) -> tuple[Layer, ...]:
-    """Parameters of split modules (a class token) go with the unit that reads them."""
-    own = {id(p): p.numel() for p in model.parameters()}
-    glued = [0] * len(seen.modules)
-    for key, index in seen.anchors.items():
-        glued[index] += own.get(key, 0)
-    handed = [0.0] * len(seen.modules)
-    for link in seen.graph.links:
-        handed[link.source] += link.nbytes
-    element = max((p.element_size() for p in model.parameters()), default=4)
-    made = []
-    for i, (unit, module) in enumerate(zip(seen.graph.units, seen.modules, strict=True)):
-        shapes = sum(torch.Size(shape).numel() for shape in unit.output_shapes)
-        made.append(
-            Layer(
-                unit.name or "(model)",
-                float(sum(p.numel() for p in module.parameters()) + glued[i]),
-                saved=unit.saved_bytes / size,
-                output=(handed[i] or float(shapes * element)) / size,  # the last one hands nothing on
-            )
-        )
-    return tuple(made)
-
-
-def tensors_of(seen: Explored, size: int) -> tuple[Tensor, ...]:
-    return tuple(Tensor(x.source, x.targets, x.elements / size, x.gradient) for x in seen.graph.links)
-
-
-def tied_of(seen: Explored) -> tuple[Tied, ...]:
-    numbers = {name: p.numel() for m in seen.modules for name, p in _named(m, seen)}
-    return tuple(Tied(shared.units, float(numbers[shared.name])) for shared in seen.graph.shared)
-
-
-def _named(module: nn.Module, seen: Explored) -> list[tuple[str, nn.Parameter]]:
-    return [(seen.layout.parameter_names.get(id(p), "?"), p) for p in module.parameters()]

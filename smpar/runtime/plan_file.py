@@ -35,7 +35,7 @@ def with_plan(given: Any) -> dict[str, Any]:
 
     Raises:
         PlanFileError: there is no such file, or it is no plan.
-        ConfigError: a key contradicts the plan.
+        ConfigError: a key contradicts the plan, or the ranks of a tensor-parallel group cannot share its microbatches.
         NotBuiltYet: the plan asks for something that this version does not do.
     """
     if isinstance(given, (str, os.PathLike)):
@@ -62,6 +62,13 @@ def with_plan(given: Any) -> dict[str, Any]:
                 f"{key} = {value!r}, and {wanted!r} by the plan ({s})",
                 f"leave out {key!r}, or plan with it: smpar plan ... --fix",
             )
+    if s.microbatch % s.tp and not given.get("prescaled_batch", False):
+        raise ConfigError(
+            "unless prescaled_batch, each rank of a tensor-parallel group brings its part of a microbatch",
+            f"microbatches of {s.microbatch} samples for {s.tp} ranks ({s})",
+            'smpar.init({"plan": ..., "prescaled_batch": True}), and give the ranks of a group the same batch '
+            "(by smpar.rdp_rank)",
+        )
     for alias in ALIASES:
         given.pop(alias, None)
     return given | decided | {"plan": planned(plan)}
@@ -113,7 +120,6 @@ def require_built(plan: Plan) -> None:
     """Raise NotBuiltYet if the plan asks for something that this version does not do."""
     s = plan.strategy
     asked = {
-        "run tensor parallelism": (f"tp = {s.tp}", s.tp > 1, "tp=1"),
         "recompute forwards": ("recompute", any(s.recompute), "recompute=none"),
         "shard the optimizer state": ("shard_optimizer", s.shard_optimizer, "shard_optimizer=false"),
     }

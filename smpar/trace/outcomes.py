@@ -129,6 +129,8 @@ def _attribute_key(value: Any, depth: int = 3) -> Any:
         return tuple((_attribute_key(k, 0), _attribute_key(v, depth - 1)) for k, v in value.items())
     if isinstance(value, (set, frozenset)):
         return frozenset(_attribute_key(v, 0) for v in value)
+    if depth and dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return type(value), tuple(_attribute_key(getattr(value, f.name), depth - 1) for f in dataclasses.fields(value))
     if callable(value) and not isinstance(value, nn.Module):
         return tree.Const(value).key
     return id(value)

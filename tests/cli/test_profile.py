@@ -14,7 +14,8 @@ from smpar.cli.entry import load
 from smpar.cli.main import WRONG, main
 from smpar.planner.profile import Profile
 from smpar.probe import whole
-from smpar.probe.model import profile_model, resized
+from smpar.probe.model import profile_model
+from smpar.probe.traces import resized
 from smpar.runtime import measure, module_graph
 from tests.cli import entries
 

@@ -19,7 +19,7 @@ from smpar.planner.cost import CostModel, Prediction
 from smpar.planner.hardware import SMPAR, Runtime
 from smpar.planner.pipeline import Pipeline
 from smpar.planner.plans import Plan, parts
-from smpar.planner.profile import Layer, Profile, Tensor, Tied, Times
+from smpar.planner.profile import Divided, Layer, Profile, Tensor, Tied, Times
 from smpar.planner.strategy import Strategy
 from smpar.schedule import Kind, make_schedule
 from tests.planner.sample_plans import some_cluster, some_profile
@@ -82,6 +82,28 @@ def test_one_device() -> None:
     assert found.optimizer == pytest.approx(6e9 * 4e-9 + 1) and found.seconds == pytest.approx(72 + 24 + 1)
     assert found.memory == (16 * 6e9 + 2 * 3e9 + 2 * 5e8,) and found.limits == (64e9,)
     assert not found.fits and found.excess == 103e9 - 64e9
+
+
+def test_collectives_ride_on_the_links_of_a_node() -> None:
+    """Layers of 0.5 s and 1 s on each of two devices; 1 GB all-reduced forward, 2 GB backward, at 10 GB/s and 0.25 s.
+
+    The second layer is whole on both ranks: its gradients, 4 GB, are summed over them, the first one's over nobody.
+    """
+    near = Link(1e10, 0.05)
+    c = Cluster((DeviceType("fast", 64e9, 1e14, 7e9),), (Node("n", "fast", 2, near),))
+    none = (0.0, 0.0)
+    divided = Divided(
+        2, (1e9, 1e9), (0.0, 1e9), (2e9, 3e9), none, (), (0.0,), (1e9, 0.0), (2e9, 0.0), (1.0, 0.0), (2.0, 0.0)
+    )
+    p = replace(profile(layers(2e9, 1e9, saved=4e9)), divided=(divided,))
+    late = 0.05  # asking for it
+    found = predict(p, c, strategy([0, 1], [0], 1, tp=2), replace(PLAIN, message_seconds=late))
+    latency = 2 * (2 - 1) * 0.05 + late
+    forward, backward = 0.5 + 0.5 + 1e9 / 1e10 + latency, 1.0 + 1.0 + 2e9 / 1e10 + 2 * latency
+    (stage,) = found.stages
+    assert (stage.forward, stage.backward) == pytest.approx((forward, backward))
+    assert stage.reduction == pytest.approx(4e9 / 1e10)
+    assert found.memory == (16 * 2e9 + 5e9,)
 
 
 def test_messages_over_one_link() -> None:

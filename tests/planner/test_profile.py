@@ -25,6 +25,10 @@ def given() -> dict[str, Any]:
                    "backward": [[2, 2, 2, 2], [8, 8, 8, 8]], "weight": [[1, 1, 1, 1], [2, 2, 2, 2]]},
                   {"device": "T4", "tp": 2, "microbatches": [2], "forward": [[1, 1, 1, 1]],
                    "backward": [[3, 3, 3, 3]]}],
+        "divided": [{"tp": 2, "parameters": [60, 50, 50, 50], "whole_parameters": [20, 0, 0, 50],
+                     "saved": [20, 20, 20, 40], "transient": [0, 0, 0, 0], "tied": [30], "elements": [7, 2.5, 3],
+                     "forward_bytes": [9, 0, 0, 0], "backward_bytes": [18, 0, 0, 0],
+                     "forward_calls": [1, 0, 0, 0], "backward_calls": [2, 0, 0, 0]}],
     }  # fmt: skip
 
 
@@ -48,6 +52,15 @@ def test_keys_and_defaults() -> None:
     assert profile.tied == (Tied((0, 3), 60),) and profile.size == 4
     assert profile.devices == ("T4",) and profile.degrees("T4") == (1, 2) and profile.degrees("V100") == ()
     assert profile.times_of("T4", 2).microbatches == (2,)
+
+
+def test_what_is_known_of_a_degree_is_taken_and_the_rest_divided() -> None:
+    """At tp 2 the file says it; at tp 4 the parts that are not whole are divided."""
+    profile = Profile.from_dict(given())
+    assert profile.at(2) == profile.divided[0]
+    four = profile.at(4)
+    assert four.parameters == (25.0, 25.25, 25.5, 25.75) and four.saved == (16.0,) * 4
+    assert four.tied == (15.0,) and four.elements == (7, 5, 6) and not any(four.forward_calls)
 
 
 def test_what_is_written_is_read_back(seed: int, tmp_path: Path) -> None:
@@ -147,6 +160,13 @@ def test_times_that_were_not_measured() -> None:
         (changed("times.0.backward.1.2", None), "rows of [4, 3]"),
         (changed("times.0.backward.1.2", "?"), "backward of layer 2 at microbatch 4"),
         (changed("times.0.weight.1.2", 9), "9 > 8"),
+        (changed("divided.0.tp", 0), "tp of an entry of divided is a whole number"),
+        (changed("divided.0.saved", None), "add 'saved'"),
+        (changed("divided.0.saved", [1, 2]), "saved of divided at tp 2 is a list of 4 numbers"),
+        (changed("divided.0.elements", [1, 2]), "elements of divided at tp 2 is a list of 3 numbers"),
+        (changed("divided.0.tied.0", -1), "tied[0] of divided at tp 2 is -1"),
+        (changed("divided.0.whole_parameters.1", 51), "51 > 50"),
+        (changed("undivided", 3), "undivided is a name"),
         (changed("times.0.weight", [[1, 1, 1, 1]]), "weight: rows of [4] for 2 sizes"),
     ],
 )  # fmt: skip

@@ -241,11 +241,10 @@ def test_a_key_that_says_the_same_is_welcome() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"tp": 2, "pp": 1, "cuts": (0,)}, "tensor parallelism"),
         ({"recompute": (True, False)}, "recompute"),
         ({"shard_optimizer": True, "pp": 1, "dp": 2, "cuts": (0,)}, "shard the optimizer"),
     ],
-    ids=["tp", "recompute", "shard"],
+    ids=["recompute", "shard"],
 )
 def test_what_this_version_cannot_run_is_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(NotBuiltYet, match=said):

@@ -1,7 +1,10 @@
-"""Runs a divided layer on the ranks of a tensor-parallel group, and the undivided one beside it. For worker processes."""
+"""Runs a divided layer on a tensor-parallel group, and the undivided one beside it. For worker processes."""
 
 from __future__ import annotations
 
+import importlib
+import math
+import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -108,21 +111,20 @@ def _leaf(value: Any) -> Any:
 
 
 def _distance(ours: Tensor | None, theirs: Tensor) -> float:
-    """Relative to the largest value, as float32 rounds."""
+    """Relative to the largest value, as float32 rounds; infinite if there is a NaN."""
     assert ours is not None
     assert ours.shape == theirs.shape, (ours.shape, theirs.shape)
-    return float((ours.detach().double() - theirs.detach().double()).abs().max() / theirs.abs().max().clamp(min=1.0))
+    ours, theirs = ours.detach().double(), theirs.detach().double()
+    distance = (ours - theirs).abs().max() / theirs.abs().max().clamp(min=1.0)
+    return float(distance.nan_to_num(nan=math.inf))
 
 
 def run_cases(cases: str, seed: int, config: dict[str, Any], dtype: str = "float64") -> dict[str, Errors]:
     """All cases of a table, by name: ``module:function``, which gets a random generator and the number of ranks."""
-    import importlib
-
     import smpar as smp
 
-    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else None
-    smp.init({"tensor_parallel_degree": int(__import__("os").environ["WORLD_SIZE"]), **config})
-    ranks = torch.distributed.get_world_size()
+    ranks = int(os.environ["WORLD_SIZE"])
+    smp.init({"tensor_parallel_degree": ranks, **config})
     module, _, function = cases.partition(":")
     table: dict[str, Case] = getattr(importlib.import_module(module), function)(random.Random(seed), ranks)
     found: dict[str, Errors] = {}

@@ -25,6 +25,7 @@ class Sizes:
     attention: str
     experts: int
     drop: float
+    decoder: bool = False  # of a model that can be one: with attention to an encoder's states
 
     @classmethod
     def draw(cls, draw: random.Random, ranks: int, layers: int = 2, drop: float = 0.0, attention: str = "") -> Sizes:
@@ -44,6 +45,7 @@ class Sizes:
             "vocab_size": self.vocabulary, "n_positions": 16, "n_embd": self.width, "n_layer": self.layers,
             "n_head": self.heads, "n_inner": self.inner, "resid_pdrop": self.drop, "embd_pdrop": self.drop,
             "attn_pdrop": self.drop, "bos_token_id": 0, "eos_token_id": 0,
+            "add_cross_attention": self.decoder,
         }  # fmt: skip
 
     def bert(self) -> dict[str, Any]:
@@ -51,6 +53,7 @@ class Sizes:
             "vocab_size": self.vocabulary, "hidden_size": self.width, "num_hidden_layers": self.layers,
             "num_attention_heads": self.heads, "intermediate_size": self.inner, "max_position_embeddings": 16,
             "hidden_dropout_prob": self.drop, "attention_probs_dropout_prob": self.drop, "pad_token_id": 0,
+            "is_decoder": self.decoder, "add_cross_attention": self.decoder,
         }  # fmt: skip
 
     def llama(self) -> dict[str, Any]:
@@ -162,6 +165,7 @@ def inputs_of(name: str, seed: int, sizes: Sizes, samples: int, embedded: bool =
     given: dict[str, Tensor] = {"attention_mask": mask}
     if name in ("t5", "bart"):
         labels = torch.randint(1, v, (n, 3), generator=draw)
+        given["decoder_input_ids"] = torch.randint(1, v, (n, 3), generator=draw)
     if embedded:
         hidden = torch.randn(n, s, width, generator=draw, dtype=torch.get_default_dtype())
         given["inputs_embeds"] = hidden.requires_grad_()

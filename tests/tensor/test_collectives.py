@@ -193,7 +193,7 @@ def run_bits(ranks: int, seed: int) -> list[Tensor]:
     smp.init({"tensor_parallel_degree": ranks})
     group = TensorGroup.current()
     torch.manual_seed(seed + group.rank)
-    return [collectives.all_reduced(torch.randn(n, dtype=d), group) for n in (7, 100, 3 * LARGE) for d in FLOATS]
+    return [collectives.all_reduced(torch.randn(n, dtype=d), group) for n in (7, 100, 3 * LARGE + 1) for d in FLOATS]
 
 
 FLOATS = (torch.float32, torch.bfloat16)

@@ -20,13 +20,10 @@ MODES = [
 ]
 
 
-def _mode(config: dict[str, Any]) -> str:
-    return f"{'prescaled' if config['prescaled_batch'] else 'joined'}-{config['optimize']}"
-
-
 def layer_cases(draw: random.Random, ranks: int) -> dict[str, Case]:
     """Each layer with options of today's models, in random sizes."""
     import smpar.nn as nn
+    from smpar.nn.group import TensorGroup
 
     heads, size, length, other = (
         ranks + draw.randint(0, 2),
@@ -97,13 +94,45 @@ def layer_cases(draw: random.Random, ranks: int) -> dict[str, Case]:
             lambda module, *given: module(given)[0],
         )
 
+    def seen(rows: int) -> Tensor:
+        return torch.where(mask(rows)[:, 0, 0] == 0, 1, 0)
+
     def model(**more: Any) -> Case:
+        """Of a mask of ones and zeros."""
         o = {**sizes, "add_lm_head": False, **more}
-        return Case(
-            lambda: nn.DistributedTransformerLMHead(**o),
-            lambda w, *given: undivided.hidden_states(w, o, *given),
-            lambda rows: [ids(rows), mask(rows), ids(rows, 3) if o.get("num_token_types") else None],
-        )
+
+        def truth(w: dict[str, Tensor], x: Tensor, seen: Tensor, types: Tensor | None, *others: Any) -> Tensor:
+            scores = (seen[:, None, None] - 1.0) * 1e4
+            more = (others[1], scores, others[2]) if o.get("add_cross_attention") else (scores,)
+            return undivided.hidden_states(w, o, x, types, *more)
+
+        def inputs(rows: int) -> list[Any]:
+            given = [ids(rows), seen(rows), ids(rows, 3) if o.get("num_token_types") else None, None]
+            return [*given, states(rows), mask(rows, other)] if o.get("add_cross_attention") else given
+
+        return Case(lambda: nn.DistributedTransformerLMHead(**o), truth, inputs)
+
+    def language(told: bool, **more: Any) -> Case:
+        o = {**sizes, **more}
+
+        def truth(w: dict[str, Tensor], x: Tensor, labels: Tensor) -> Tensor:
+            found = undivided.logits(w, o, x)
+            if not told:
+                return found
+            each = len(x) // ranks if TensorGroup.current().joined else len(x)  # samples that a loss is the mean of
+            losses = [undivided.loss(o, *part) for part in zip(found.split(each), labels.split(each), strict=True)]
+            return torch.stack(losses).repeat_interleave(each)
+
+        def call(module: Any, x: Tensor, labels: Tensor) -> Tensor:
+            return module(x, None, None, None, labels)[0].expand(len(x)) if told else module(x) * 1.0
+
+        def inputs(rows: int) -> list[Any]:
+            return [
+                ids(rows),
+                ids(rows).masked_fill((torch.rand(rows, length) < 0.3) & (torch.arange(length) > 1), -100),
+            ]
+
+        return Case(lambda: nn.DistributedTransformerLMHead(**o), truth, inputs, call)
 
     def linear(features: int, out: int, bias: bool) -> Case:
         return Case(
@@ -134,6 +163,10 @@ def layer_cases(draw: random.Random, ranks: int) -> dict[str, Case]:
         "stack, with others": layer(nn.DistributedTransformer, undivided.transformer, add_cross_attention=True),
         "model": model(num_token_types=3),
         "model, causal": model(**gpt),
+        "model, with others": model(add_cross_attention=True),
+        "language model": language(True, **gpt),
+        "language model, words left out": language(True, tie_input_output_embedding=False),
+        "language model, logits": language(False, pre_layernorm=True),
         "linear, more out": linear(one, two, True),
         "linear, more in": linear(two, one, True),
         "linear, no bias": linear(one, two, False),
@@ -143,9 +176,17 @@ def layer_cases(draw: random.Random, ranks: int) -> dict[str, Case]:
     }
 
 
-@pytest.mark.parametrize("config", MODES, ids=_mode)
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_divided_layers_equal_undivided_ones(pool: Pool, seed: int, ranks: int, config: dict[str, Any]) -> None:
+GRIDS = [(2, mode) for mode in MODES] + [(4, MODES[0]), (4, MODES[-1])]
+
+
+def name_of(grid: tuple[int, dict[str, Any]]) -> str:
+    ranks, config = grid
+    return f"{ranks}-{'prescaled' if config['prescaled_batch'] else 'joined'}-{config['optimize']}"
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=name_of)
+def test_divided_layers_equal_undivided_ones(pool: Pool, seed: int, grid: tuple[int, dict[str, Any]]) -> None:
+    ranks, config = grid
     for found in pool.run(ranks, run_cases, f"{__name__}:layer_cases", seed, config, timeout=120.0):
         assert not {name: errors for name, errors in found.items() if errors.largest > 1e-9}
 
@@ -195,13 +236,21 @@ def test_a_layer_moves_nothing_more_than_its_regions_need(pool: Pool, seed: int)
     assert memory.backward == {"all_gather": 2 + 2 + 1, "reduce_scatter": 2}
 
 
+def test_logits_are_not_gathered_for_the_loss(pool: Pool, seed: int) -> None:
+    found = pool.run(2, run_cases, f"{__name__}:layer_cases", seed, MODES[0])[0]
+    assert MODES[0] == {"prescaled_batch": True, "optimize": "speed"}
+    assert "all_gather" not in found["language model"].forward | found["language model"].backward
+    looked_at = found["language model, logits"]
+    assert "all_gather" in looked_at.forward | looked_at.backward
+
+
 def kept_bytes(degree: int, seed: int) -> int:
     """Bytes that autograd keeps of a layer in memory mode, parameters aside."""
     import smpar as smp
     import smpar.nn as nn
     from smpar.nn.group import TensorGroup
     from smpar.nn.layers.base import inner
-    from smpar.nn.sequence import Regather, to_slice
+    from smpar.nn.sequence import to_slice
 
     smp.init({"tensor_parallel_degree": degree, "optimize": "memory", "prescaled_batch": True})
     torch.manual_seed(seed)
@@ -219,19 +268,9 @@ def kept_bytes(degree: int, seed: int) -> int:
             kept[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
-    pack = Regather.pack
-
-    def packed(self: Any, tensor: Tensor) -> Any:
-        keep(self._part)
-        return keep(pack(self, tensor))
-
     hidden = to_slice(torch.randn(2, 64, 64, requires_grad=True), TensorGroup.current())
-    Regather.pack = packed  # type: ignore[method-assign]
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            result = layer(hidden)
-    finally:
-        Regather.pack = pack  # type: ignore[method-assign]
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        result = layer(hidden)
     assert result.requires_grad
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tests.harness import Pool
 from tests.tensor.divided import Case, run_cases
-from tests.tensor.test_layers import MODES, _mode
+from tests.tensor.test_layers import GRIDS, MODES, name_of
 
 
 def leaf_cases(draw: random.Random, ranks: int) -> dict[str, Case]:
@@ -40,7 +40,7 @@ def leaf_cases(draw: random.Random, ranks: int) -> dict[str, Case]:
         return torch.randn(rows, length, width)
 
     def hidden_keys(rows: int, length: int = length) -> Tensor:
-        return torch.rand(rows, length) < 0.3
+        return (torch.rand(rows, length) < 0.3) & (torch.arange(length) > 0)
 
     def attention(**more: Any) -> nn.Module:
         return nn.MultiheadAttention(width, heads, batch_first=True, **more)
@@ -88,7 +88,9 @@ def leaf_cases(draw: random.Random, ranks: int) -> dict[str, Case]:
         "attention, weights by head": case(
             attention, lambda rows: [state(rows)], lambda m, x: weights_of(m, x, average_attn_weights=False)
         ),
-        "attention, no bias, mask by head": case(lambda: attention(bias=False), lambda rows: [state(rows)], masked_by_head),
+        "attention, no bias, mask by head": case(
+            lambda: attention(bias=False), lambda rows: [state(rows)], masked_by_head
+        ),
         "attention, more keys, keys left out": case(
             lambda: attention(add_bias_kv=True, add_zero_attn=True),
             lambda rows: [state(rows), state(rows, other), hidden_keys(rows, other)],
@@ -107,7 +109,7 @@ def leaf_cases(draw: random.Random, ranks: int) -> dict[str, Case]:
         "encoder layer": case(lambda: encoder(**layer, batch_first=True), lambda rows: [state(rows)], encoded),
         "encoder layer, norm first, sequence first": case(
             lambda: encoder(**layer, norm_first=True, activation="gelu"),
-            lambda rows: [state(rows), hidden_keys(rows) & (torch.arange(length) > 0)],
+            lambda rows: [state(rows), hidden_keys(rows)],
             turned(lambda m, x, hidden: m(x, src_key_padding_mask=hidden)),
         ),
         "encoder layer, whole": case(
@@ -128,12 +130,11 @@ def leaf_cases(draw: random.Random, ranks: int) -> dict[str, Case]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("config", MODES, ids=_mode)
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_divided_modules_equal_undivided_ones(pool: Pool, seed: int, ranks: int, config: dict[str, Any]) -> None:
+@pytest.mark.parametrize("grid", GRIDS, ids=name_of)
+def test_divided_modules_equal_undivided_ones(pool: Pool, seed: int, grid: tuple[int, dict[str, Any]]) -> None:
+    ranks, config = grid
     for found in pool.run(ranks, run_cases, f"{__name__}:leaf_cases", seed, config, timeout=120.0):
-        wrong = {name: errors for name, errors in found.items() if errors.largest > 1e-9}
-        assert not wrong
+        assert not {name: errors for name, errors in found.items() if errors.largest > 1e-9}
 
 
 def evaluated(seed: int, config: dict[str, Any]) -> list[float]:
@@ -165,12 +166,46 @@ def evaluated(seed: int, config: dict[str, Any]) -> list[float]:
     return distances
 
 
-@pytest.mark.parametrize("config", MODES, ids=_mode)
+@pytest.mark.parametrize("config", MODES, ids=lambda config: name_of((2, config)))
 def test_evaluation_reads_no_slices_where_torch_has_fused_kernels(
     pool: Pool, seed: int, config: dict[str, Any]
 ) -> None:
     for distances in pool.run(2, evaluated, seed, config):
         assert max(distances) < 1e-5
+
+
+def mask_gradients(seed: int) -> list[float]:
+    """How far the gradients of learned scores are from those of undivided modules."""
+    import smpar as smp
+    from smpar.nn import DistributedAttentionLayer
+    from smpar.nn.group import TensorGroup
+    from smpar.nn.leaves import divide_leaf
+    from tests.tensor import undivided
+    from tests.tensor.divided import whole_values
+
+    smp.init({"tensor_parallel_degree": 2, "prescaled_batch": True})
+    torch.manual_seed(seed)
+    whole = nn.MultiheadAttention(6, 3, batch_first=True)
+    divided = copy.deepcopy(whole)
+    divide_leaf(divided, TensorGroup.current())
+    o: dict[str, Any] = {"num_attention_heads": 3, "attention_head_size": 2, "hidden_size": 6}
+    layer = DistributedAttentionLayer(**o, attention_dropout_prob=0.0, hidden_dropout_prob=0.0)
+    weights = whole_values(layer)
+    x, scores = torch.randn(2, 5, 6), torch.randn(5, 5, requires_grad=True)
+    pairs = [
+        (lambda m: divided(x, x, x, attn_mask=m)[0], lambda m: whole(x, x, x, attn_mask=m)[0]),
+        (lambda m: layer(x, m[None, None]), lambda m: undivided.attention(weights, o, x, None, m[None, None])),
+    ]
+    distances = []
+    for ours, theirs in pairs:
+        got, want = (torch.autograd.grad(function(scores).square().sum(), scores)[0] for function in (ours, theirs))
+        distances.append(float((got - want).abs().max()))
+    return distances
+
+
+def test_learned_scores_get_the_gradients_of_all_heads(pool: Pool, seed: int) -> None:
+    for distances in pool.run(2, mask_gradients, seed):
+        assert max(distances) < 1e-4
 
 
 def left_whole() -> list[bool]:

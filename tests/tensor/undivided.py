@@ -110,10 +110,21 @@ def transformer(w: Weights, o: dict[str, Any], x: Tensor, *others: Any) -> Tenso
     return x
 
 
-def hidden_states(w: Weights, o: dict[str, Any], ids: Tensor, mask: Tensor | None, types: Tensor | None) -> Tensor:
+def hidden_states(w: Weights, o: dict[str, Any], ids: Tensor, types: Tensor | None, *others: Any) -> Tensor:
     """The language model without its head."""
     x = w["word_embedding.weight"][ids] + w["position_embedding.weight"][: ids.shape[1]]
     if types is not None:
         x = x + w["token_type_embedding.weight"][types]
-    x = transformer(part(w, "transformer"), o, x, mask)
+    x = transformer(part(w, "transformer"), o, x, *others)
     return norm(w, "layernorm", x, o) if o.get("pre_layernorm") else x
+
+
+def logits(w: Weights, o: dict[str, Any], ids: Tensor) -> Tensor:
+    x = hidden_states(w, o, ids, None)
+    return x @ w["word_embedding.weight" if o.get("tie_input_output_embedding", True) else "lm_head.weight"].T
+
+
+def loss(o: dict[str, Any], told: Tensor, labels: Tensor) -> Tensor:
+    if o.get("causal_mask_size"):
+        told, labels = told[:, :-1], labels[:, 1:]
+    return F.cross_entropy(told[labels != -100], labels[labels != -100])

@@ -136,10 +136,8 @@ class ResidualLayer(DividedLayer):
         normed = hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
         result = in_region(work, normed, self.tensor_group, self.shares is not None)
         result = dropped(result, o.hidden_dropout_prob, self.training)
-        if o.fp32_residual_addition:
-            total = (hidden.float() + result.float()).to(hidden.dtype)
-        else:
-            total = hidden + result
+        wide = torch.promote_types(hidden.dtype, torch.float32) if o.fp32_residual_addition else hidden.dtype
+        total = (hidden.to(wide) + result.to(wide)).to(hidden.dtype)
         return total if self.layernorm is None else self.layernorm(total)
 
 
@@ -159,7 +157,7 @@ def in_region(work: Callable[[Tensor], Tensor], hidden: Tensor, group: TensorGro
 
 def inner(layer: M) -> M:
     """A layer as part of another one."""
-    layer.outermost = False
+    layer.outermost = False  # type: ignore[assignment]
     return layer
 
 

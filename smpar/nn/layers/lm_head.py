@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from smpar.nn.layers.base import DividedLayer, dropped, inner, unpacked
 from smpar.nn.layers.norm import norm_of
 from smpar.nn.layers.transformer import DistributedTransformer
 from smpar.nn.vocabulary import divide_embedding, divide_head
+
+LEFT_OUT = -1e4  # a score that float16 has, and of which a sample with nothing to attend to makes no NaN
 
 
 class DistributedTransformerLMHead(DividedLayer):
@@ -87,4 +90,4 @@ def _additive(mask: Tensor | None) -> Tensor | None:
     """[N, S] of ones and zeros as [N, 1, 1, S] to be added; other masks as they are."""
     if mask is None or mask.dim() != 2:
         return mask
-    return torch.zeros(mask.shape, device=mask.device).masked_fill(mask == 0, float("-inf"))[:, None, None]
+    return torch.zeros(mask.shape, device=mask.device).masked_fill(mask == 0, LEFT_OUT)[:, None, None]
