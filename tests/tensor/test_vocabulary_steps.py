@@ -102,7 +102,7 @@ def check(found: dict[str, Any], want: list[dict[str, Any]]) -> None:
             got = found[key][at]
             assert type(got) is Tensor, (key, type(got))
             torch.testing.assert_close(got, wanted[key].detach(), rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(found["output"][at].logits, wanted["logits"].detach(), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found["output"]["logits"][at], wanted["logits"].detach(), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(found["logits"].concat(), torch.cat([one["logits"].detach() for one in want]))
 
 
