@@ -64,7 +64,7 @@ class VocabularySlice(torch.Tensor):
         if self.kept is not None:
             return self.kept
         # the only row, out here: what a custom function gives as a view may not be written into
-        return _Whole.apply(self.local, self.slicing, self.group)[0]  # type: ignore[no-any-return]
+        return _Whole.apply(self.local, self.slicing, self.group)[0]
 
     def written(self, whole: Tensor) -> None:
         """Let the slices have the values of ``whole``; views that were made of them see that."""
@@ -330,7 +330,7 @@ def _loss_of(
     losses = _CrossEntropy.apply(local, targets, logits.slicing, group, label_smoothing).view(target.shape)
     losses = torch.where(known, losses, 0.0)
     if reduction == "none":
-        return losses  # type: ignore[no-any-return]
+        return losses
     total = losses.sum()
     return total if reduction == "sum" else total / known.sum()
 
