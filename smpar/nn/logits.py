@@ -64,7 +64,7 @@ class VocabularySlice(torch.Tensor):
         if self.kept is not None:
             return self.kept
         # the only row, out here: what a custom function gives as a view may not be written into
-        return _Whole.apply(self.local, self.slicing, self.group)[0]  # type: ignore[no-any-return]
+        return _Whole.apply(self.local, self.slicing, self.group)[0]
 
     def written(self, whole: Tensor) -> None:
         """Let the slices have the values of ``whole``; views that were made of them see that."""
@@ -208,6 +208,8 @@ class _Held(torch.autograd.Function):
 
 
 def _mapped(logits: VocabularySlice, local: Tensor, dim: int) -> VocabularySlice:
+    if local is logits.local:
+        return logits
     return VocabularySlice.of(local, dataclasses.replace(logits.slicing, dim=dim), logits.group)
 
 
@@ -278,8 +280,7 @@ def _arithmetic(logits: VocabularySlice, func: Any, args: Any, kwargs: Any) -> V
             return None
         if other.numel() == slicing.length:
             other = slicing.take(other.reshape(shape), logits.group.rank)
-    local = func(logits.local, other)
-    return logits if local is logits.local else _mapped(logits, local, slicing.dim)
+    return _mapped(logits, func(logits.local, other), slicing.dim)
 
 
 _T = torch.Tensor
@@ -341,7 +342,7 @@ def _loss_of(
     losses = _CrossEntropy.apply(local, targets, logits.slicing, group, label_smoothing).view(target.shape)
     losses = torch.where(known, losses, 0.0)
     if reduction == "none":
-        return losses  # type: ignore[no-any-return]
+        return losses
     total = losses.sum()
     return total if reduction == "sum" else total / known.sum()
 

@@ -35,7 +35,7 @@ class VocabularyEmbedding(DistributedModule, nn.Embedding):
         if not self.distributed:
             return super().forward(ids)
         if group.joined and not is_inside():
-            return own_rows(self._looked_up(joined(ids, group)), group, ids.shape[0])  # type: ignore[no-any-return]
+            return own_rows(self._looked_up(joined(ids, group)), group, ids.shape[0])
         return self._looked_up(ids)
 
     def _looked_up(self, ids: Tensor) -> Tensor:
@@ -65,12 +65,12 @@ class VocabularyHead(DistributedModule):
     def forward(self, hidden: Tensor) -> Tensor:
         group = self.tensor_group
         if not self.distributed:
-            return super().forward(hidden)  # type: ignore[no-any-return,misc]
+            return super().forward(hidden)
         if group.joined:
             rows = collectives.gather(_Entry.apply(hidden, group.size), group, 0)
         else:
             rows = collectives.copy(hidden, group)
-        local = super().forward(rows).unflatten(0, (-1, len(hidden)))  # type: ignore[misc]
+        local = super().forward(rows).unflatten(0, (-1, len(hidden)))
         if isinstance(hidden, FakeTensor) or hidden.device.type == "meta":
             return _like_whole(local[0], self.slicing)
         logits = VocabularySlice.of(local, dataclasses.replace(self.slicing, dim=hidden.dim() - 1), group)
@@ -116,7 +116,7 @@ def divide_embedding(module: nn.Embedding, group: TensorGroup) -> bool:
         log.warning("%s(%s) stays whole on each rank: %s", type(module).__name__, module.extra_repr(), why)
         return False
     slicing = Slicing.even(0, module.num_embeddings, group.size)
-    slice_parameter(module.weight, slicing, group)
+    slice_parameter(module.weight, slicing, group)  # type: ignore[arg-type]
     become(module, VocabularyEmbedding, group, slicing=slicing)
     return True
 

@@ -36,6 +36,7 @@ from smpar.schedule import in_turn, make_schedule, placement
 from smpar.stage.explorer import ValueNeeded
 from smpar.stage.layout import Late, Layout
 from smpar.stage.record import MicrobatchProgram
+from smpar.stage.run import whole
 from smpar.stage.special import patched
 from smpar.stage.split import Batch
 from smpar.stage.tensor import StageTensor
@@ -475,7 +476,7 @@ class Pipeline:
             unique = list({id(t): t for t in tensors}.values())
             if home == self.rank:
                 for t in unique:
-                    real[id(t)] = t.parameter if t.parameter is not None else t.value  # type: ignore[assignment]
+                    real[id(t)] = t.parameter if t.parameter is not None else whole(t.value)
                 flat = [pack(real[id(t)], meta_of(t)) for t in unique]
                 if sum(f.numel() for f in flat):
                     joined = torch.cat(flat) if len(flat) > 1 else flat[0]
