@@ -39,7 +39,7 @@ class VocabularySlice(torch.Tensor):
         local: [R, ..., V / tp, ...], of this rank's slice: the logits of each rank's samples (R = tp), or of all
             samples if all ranks have the same ones (R = 1).
         slicing: of the vocabulary; its dim counts without R.
-        kept: the whole logits, once something waits there for their gradient.
+        kept: the whole logits, once something waits there for their gradient, or there are views of them.
     """
 
     local: Tensor
@@ -121,15 +121,10 @@ class VocabularySlice(torch.Tensor):
 
 
 def _is_view(result: Any, whole: Tensor) -> bool:
-    """Whether a result is in the memory of the whole logits: what is written into it is seen in them."""
-    if isinstance(result, (tuple, list)):
-        return any(_is_view(part, whole) for part in result)
-    return (
-        isinstance(result, Tensor)
-        and result is not whole
-        and result._base is not None
-        and (result.untyped_storage()._cdata == whole.untyped_storage()._cdata)
-    )
+    """Whether a result is in the memory of the whole logits: what is written into it is to be seen in them."""
+    if not isinstance(result, Tensor) or result is whole or result._base is None:
+        return False
+    return result.untyped_storage()._cdata == whole.untyped_storage()._cdata
 
 
 @functools.lru_cache(maxsize=16)
