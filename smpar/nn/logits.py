@@ -159,7 +159,10 @@ class _Loan:
         """Whether something in a result has the same memory."""
         at = self.whole.untyped_storage().data_ptr()
         return any(
-            isinstance(leaf, Tensor) and leaf is not self.whole and leaf.untyped_storage().data_ptr() == at
+            isinstance(leaf, Tensor)
+            and leaf is not self.whole
+            and leaf.layout is torch.strided
+            and leaf.untyped_storage().data_ptr() == at
             for leaf in tree_leaves(result)
         )
 
