@@ -75,7 +75,7 @@ def divide(model: nn.Module, family: Family, group: TensorGroup) -> None:
     What cannot be divided, as it has fewer heads than there are ranks, stays whole on each; the log says so.
     """
     modules = dict(model.named_modules())
-    layers = _layers(family.plan, modules)
+    layers = _layers(family.plan, model)
     for region in _regions(modules, dict(matching(family.plan, modules)), layers):
         stacked = any(region.path == path or region.path.startswith(path + ".") for path in layers)
         divide_region(region, family, group if stacked else dataclasses.replace(group, memory=False))
@@ -91,13 +91,15 @@ def divide(model: nn.Module, family: Family, group: TensorGroup) -> None:
     _tell(modules)
 
 
-def _layers(plan: Mapping[str, str], modules: Mapping[str, nn.Module]) -> dict[str, bool]:
-    """Paths of the layers, each with whether it is the last of its stack."""
+def _layers(plan: Mapping[str, str], model: nn.Module) -> dict[str, bool]:
+    """Paths of the layers, each with whether it is the last of its stack; that may be in other places there, too."""
     stacks = dict.fromkeys(p[: p.index("*") + 1] for p in plan if "*" in p)
+    places = dict(model.named_modules(remove_duplicate=False))
     found: dict[str, bool] = {}
     for stack in stacks:
-        paths = [name for name, _ in matching({stack: ""}, modules)]
-        found |= {path: path == paths[-1] for path in paths}
+        layers = {name: places[name] for name, _ in matching({stack: ""}, places)}
+        last = list(layers.values())[-1:]
+        found |= {name: module in last for name, module in model.named_modules() if name in layers}
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -28,6 +29,10 @@ class TensorGroup:
     size: int
     memory: bool
     joined: bool
+
+    def __deepcopy__(self, memo: Any) -> TensorGroup:
+        """A copy of a model is of the same ranks."""
+        return self
 
     @classmethod
     def current(cls) -> TensorGroup:
