@@ -371,6 +371,14 @@ class LayerArgumentError(SmparError):
         super().__init__(f"smpar.nn.{layer} is made with its documented arguments", found, fix)
 
 
+class UnknownWord(StepError, IndexError):
+    """An id, or a target, is outside of a vocabulary that is divided among ranks."""
+
+    RULE = "ids and targets are among the words of the vocabulary, from 0 on"
+    FOUND = "{} for {}, among {} words"
+    FIX = "make the vocabulary as large as the tokenizer's; mark a target to leave out by ignore_index, such as -100"
+
+
 class MarkedTooLate(StepError):
     """Tensor parallelism is asked for when the model has been divided already."""
 

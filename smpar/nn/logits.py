@@ -21,9 +21,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
+from smpar.errors import UnknownWord
 from smpar.nn import collectives
 from smpar.nn.group import TensorGroup
 from smpar.nn.linears import padded
@@ -36,23 +38,33 @@ class VocabularySlice(torch.Tensor):
     """Logits [..., V, ...] of this rank's samples, held in slices.
 
     Attributes:
-        local: [R, ..., V / tp, ...], of this rank's slice: the logits of each rank's samples (R = tp), or of all
-            samples if all ranks have the same ones (R = 1).
-        slicing: of the vocabulary; its dim counts without R.
-        kept: the whole logits, once something waits there for their gradient, or there are views of them.
+        slicing: of the vocabulary; its dim counts without R of ``local``.
+        kept: the whole logits, once something waits there for their gradient, or is a view of them.
+        loans: the kept ones of these logits and of all that they are a view of, or are viewed by.
     """
 
-    local: Tensor
     slicing: Slicing
     group: TensorGroup
     kept: Tensor | None
+    loans: list[_Loan]
+    _local: Tensor
 
     @staticmethod
-    def of(local: Tensor, slicing: Slicing, group: TensorGroup) -> VocabularySlice:
+    def of(local: Tensor, slicing: Slicing, group: TensorGroup, loans: list[_Loan] | None = None) -> VocabularySlice:
         """Logits of which this rank holds ``local``. A gradient that they are given as a whole reaches it, too."""
         made: VocabularySlice = _Held.apply(local, slicing, group)
-        made.local, made.slicing, made.group, made.kept = local, slicing, group, None
+        made._local, made.slicing, made.group = local, slicing, group
+        made.kept, made.loans = None, [] if loans is None else loans
         return made
+
+    @property
+    def local(self) -> Tensor:
+        """[R, ..., V / tp, ...], of this rank's slice: the logits of each rank's samples (R = tp), or of all samples if
+        all ranks have the same ones (R = 1).
+        """
+        for loan in self.loans:
+            loan.settle()
+        return self._local
 
     def __repr__(self) -> str:  # type: ignore[override]
         """Without communication: a rank may print alone."""
@@ -63,53 +75,48 @@ class VocabularySlice(torch.Tensor):
         """The whole logits of this rank's samples, a plain tensor; all ranks of the group call it together."""
         if self.kept is not None:
             return self.kept
-        # the only row, out here: what a custom function gives as a view may not be written into
-        return _Whole.apply(self.local, self.slicing, self.group)[0]
-
-    def written(self, whole: Tensor) -> None:
-        """Let the slices have the values of ``whole``; views that were made of them see that."""
-        if whole is not self.kept:
-            self.local.copy_(_Divided.apply(whole, self.slicing, self.group, len(self.local)))
+        with torch.inference_mode(False), torch.enable_grad():  # it may be kept for longer than the present mode is
+            # the only row, out here: what a custom function gives as a view may not be written into
+            return _Whole.apply(self.local, self.slicing, self.group)[0]
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        first = args[0] if args and isinstance(args[0], VocabularySlice) else None
         with torch._C.DisableTorchFunctionSubclass():
             if func in _METADATA:
                 return func(*args, **kwargs)
-            if func in _ALONE and first is not None and first.kept is None:
-                made = _ALONE[func](first, func, args[1:], kwargs)
+            if func in _ALONE and isinstance(args[0], VocabularySlice) and args[0].kept is None:
+                made = _ALONE[func](args[0], func, args[1:], kwargs)
                 if made is not None:
                     return made
         if func is F.cross_entropy:
             loss = _loss_of(*args, **kwargs)
             if loss is not None:
                 return loss
-        name = getattr(func, "__name__", str(func))
-        _say_gathered(name)
-        whole: dict[int, Tensor] = {}
+        _say_gathered(getattr(func, "__name__", str(func)))
+        lent: dict[int, tuple[VocabularySlice, _Loan]] = {}
 
         def plain(value: Any) -> Any:
             if isinstance(value, VocabularySlice):
-                if id(value) not in whole:
-                    whole[id(value)] = value.smp_whole()
-                return whole[id(value)]
+                if id(value) not in lent:
+                    lent[id(value)] = value, _Loan.of(value)
+                return lent[id(value)][1].whole
             if type(value) in (list, tuple):
                 return type(value)(map(plain, value))
             return value
 
         result = func(*map(plain, args), **{name: plain(value) for name, value in kwargs.items()})
-        if first is None:
-            return result
-        mine = whole[id(first)]
-        if func in _WAITING or (torch.is_grad_enabled() and _is_view(result, mine)):
-            first.kept = mine
-        elif name.endswith("_") and (not name.endswith("__") or name in _WRITING):
-            first.written(mine)
-        return first if result is mine else result
+        for logits, loan in lent.values():
+            if logits.kept is None and (func in _WAITING or loan.viewed_by(result)):
+                logits.kept = loan.whole
+                logits.loans.append(loan)
+            elif logits.kept is None:
+                loan.settle()
+            if result is loan.whole:
+                return logits
+        return result
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -120,11 +127,44 @@ class VocabularySlice(torch.Tensor):
         return func(*tree_map(plain, args), **tree_map(plain, kwargs or {}))
 
 
-def _is_view(result: Any, whole: Tensor) -> bool:
-    """Whether a result is in the memory of the whole logits: what is written into it is to be seen in them."""
-    if not isinstance(result, Tensor) or result is whole or result._base is None:
-        return False
-    return result.untyped_storage()._cdata == whole.untyped_storage()._cdata
+@dataclasses.dataclass
+class _Loan:
+    """Whole logits, to be written into.
+
+    Attributes:
+        local, slicing, group: the slices that they were gathered of.
+        version: of ``whole``, that the slices have the values of.
+    """
+
+    whole: Tensor
+    local: Tensor
+    slicing: Slicing
+    group: TensorGroup
+    version: int
+
+    @classmethod
+    def of(cls, logits: VocabularySlice) -> _Loan:
+        whole = logits.smp_whole()
+        return cls(whole, logits._local, logits.slicing, logits.group, whole._version)
+
+    def settle(self) -> None:
+        """Let the slices have what was written since; views that were made of them see that."""
+        if self.version == self.whole._version:
+            return
+        self.version = self.whole._version
+        with torch.set_grad_enabled(self.whole.requires_grad):
+            self.local.copy_(_Divided.apply(self.whole, self.slicing, self.group, len(self.local)))
+
+    def viewed_by(self, result: Any) -> bool:
+        """Whether something in a result has the same memory."""
+        at = self.whole.untyped_storage().data_ptr()
+        return any(
+            isinstance(leaf, Tensor)
+            and leaf is not self.whole
+            and leaf.layout is torch.strided
+            and leaf.untyped_storage().data_ptr() == at
+            for leaf in tree_leaves(result)
+        )
 
 
 @functools.lru_cache(maxsize=16)
@@ -203,9 +243,9 @@ class _Held(torch.autograd.Function):
 
 
 def _mapped(logits: VocabularySlice, local: Tensor, dim: int) -> VocabularySlice:
-    if local is logits.local:
+    if local is logits._local:
         return logits
-    return VocabularySlice.of(local, dataclasses.replace(logits.slicing, dim=dim), logits.group)
+    return VocabularySlice.of(local, dataclasses.replace(logits.slicing, dim=dim), logits.group, logits.loans)
 
 
 def _same(logits: VocabularySlice, func: Any, args: Any, kwargs: Any) -> VocabularySlice | None:
@@ -288,9 +328,10 @@ _METADATA: set[Any] = {
     _T.is_floating_point, _T.is_complex, _T.is_inference, _T.is_contiguous,
     torch.is_floating_point, torch.is_complex, torch.numel,
 }  # fmt: skip
+_DATA = getattr(_T, "data").__get__  # noqa: B009  (unknown to the types of torch)
 _ALONE: dict[Any, Callable[[VocabularySlice, Any, Any, Any], VocabularySlice | None]] = {
     **dict.fromkeys((_T.float, _T.double, _T.half, _T.bfloat16, _T.contiguous, _T.clone, _T.detach, _T.to, _T.type_as,
-                     torch.clone, torch.detach, _T.tanh, torch.tanh, _T.neg, _T.__neg__, torch.neg), _same),
+                     _DATA, torch.clone, torch.detach, _T.tanh, torch.tanh, _T.neg, _T.__neg__, torch.neg), _same),
     **dict.fromkeys((_T.add, torch.add, _T.__add__, _T.__radd__, _T.__iadd__, _T.add_,
                      _T.sub, torch.sub, _T.__sub__, _T.__isub__, _T.sub_,
                      _T.mul, torch.mul, _T.__mul__, _T.__rmul__, _T.__imul__, _T.mul_,
@@ -302,7 +343,20 @@ _ALONE: dict[Any, Callable[[VocabularySlice, Any, Any, Any], VocabularySlice | N
     **dict.fromkeys((_T.permute, torch.permute), _permute),
 }  # fmt: skip
 _WAITING: set[Any] = {_T.retain_grad, _T.register_hook}
-_WRITING = {"__setitem__", *[f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")]}
+
+
+def check_words(words: Tensor, length: int, where: str) -> None:
+    """Refuse words outside of the vocabulary, of which no rank has a row.
+
+    Raises:
+        UnknownWord: on the CPU. An accelerator is not waited for: it stops by itself.
+    """
+    known = (words >= 0) & (words < length)
+    if words.device.type == "cpu" and not isinstance(words, FakeTensor):
+        if not known.all():
+            raise UnknownWord(int(words[~known][0]), where, length)
+    else:
+        torch._assert_async(known.all(), f"{where}: a word is not among the {length} of the vocabulary")
 
 
 # -- cross-entropy -------------------------------------------------------------------------------------------------
@@ -330,10 +384,9 @@ def _loss_of(
     if torch.is_autocast_enabled(local.device.type):
         local = local.float()
     known = target != ignore_index
-    mine = torch.where(known, target, 0).reshape(1, -1)
+    mine = torch.where(known, target, 0).long().reshape(1, -1)
     targets = mine if len(local) == 1 else collectives.all_gathered(mine, group, 0)
-    inside = (targets >= 0) & (targets < logits.slicing.length)
-    torch._assert_async(inside.all(), f"a target is not among the {logits.slicing.length} classes")
+    check_words(targets, logits.slicing.length, "F.cross_entropy")
     losses = _CrossEntropy.apply(local, targets, logits.slicing, group, label_smoothing).view(target.shape)
     losses = torch.where(known, losses, 0.0)
     if reduction == "none":

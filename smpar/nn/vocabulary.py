@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from smpar.nn import collectives
 from smpar.nn.group import TensorGroup
 from smpar.nn.linears import divide_columns
-from smpar.nn.logits import VocabularySlice
+from smpar.nn.logits import VocabularySlice, check_words
 from smpar.nn.module import DistributedModule, become, slice_parameter
 from smpar.nn.twins import is_inside, joined, own_rows
 from smpar.slices import Slicing, slicing_of
@@ -41,8 +41,7 @@ class VocabularyEmbedding(DistributedModule, nn.Embedding):
     def _looked_up(self, ids: Tensor) -> Tensor:
         group = self.tensor_group
         ((start, stop),) = self.slicing.runs[group.rank]
-        known = (ids >= 0) & (ids < self.slicing.length)
-        torch._assert_async(known.all(), f"an id is not among the {self.slicing.length} of the embedding")
+        check_words(ids, self.slicing.length, type(self).__name__)
         elsewhere = (ids < start) | (ids >= stop)
         padding = self.padding_idx
         mine = None if padding is None or not start <= padding < stop else padding - start
@@ -66,11 +65,13 @@ class VocabularyHead(DistributedModule):
         group = self.tensor_group
         if not self.distributed:
             return super().forward(hidden)
-        if group.joined:
-            rows = collectives.gather(_Entry.apply(hidden, group.size), group, 0)
-        else:
-            rows = collectives.copy(hidden, group)
-        local = super().forward(rows).unflatten(0, (-1, len(hidden)))
+        rows = hidden[None]  # a dim for the ranks whose samples they are
+        rows = (
+            collectives.gather(_Entry.apply(rows, group.size), group, 0)
+            if group.joined
+            else collectives.copy(rows, group)
+        )
+        local = super().forward(rows)
         if isinstance(hidden, FakeTensor) or hidden.device.type == "meta":
             return _like_whole(local[0], self.slicing)
         logits = VocabularySlice.of(local, dataclasses.replace(self.slicing, dim=hidden.dim() - 1), group)

@@ -41,6 +41,40 @@ def written(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(early.flatten(0, 1), labels[:, 1:].flatten()) + logits[..., :4].pow(2).mean()
 
 
+def views_written(logits: Tensor, labels: Tensor) -> Tensor:
+    """A write into a view of some words reaches what the view is of, and its other views."""
+    early = logits[:, 1:]
+    logits[..., :2].fill_(-1.0)
+    with torch.no_grad():
+        logits[..., 2:4].mul_(2.0)
+    return F.cross_entropy(early.flatten(0, 1), labels[:, 1:].flatten()) + F.cross_entropy(*flat(logits, labels))
+
+
+def detached_written(logits: Tensor, labels: Tensor) -> Tensor:
+    logits.data[..., :3] = 0.5
+    logits.detach()[..., 3:5].zero_()
+    return F.cross_entropy(*flat(logits, labels))
+
+
+def written_and_replaced(logits: Tensor, labels: Tensor) -> Tensor:
+    logits[..., 1:4] -= 0.5
+    logits[..., -1].clamp_(max=0.1)
+    return F.cross_entropy(*flat(F.relu(logits, inplace=True), labels)) + logits.mean()
+
+
+def trained_bias(logits: Tensor, labels: Tensor) -> Tensor:
+    bias = torch.linspace(-1, 1, logits.shape[-1], dtype=torch.float64, requires_grad=True)
+    loss = F.cross_entropy(*flat(logits + bias, labels))
+    return loss + torch.autograd.grad(loss, bias, retain_graph=True)[0].pow(2).sum()
+
+
+def without_words(logits: Tensor, labels: Tensor) -> Tensor:
+    """All but the last two words are impossible: no word of some ranks is possible."""
+    words = logits.shape[-1]
+    impossible = torch.where(torch.arange(words) < words - 2, -torch.inf, 0.0)
+    return F.cross_entropy(*flat(logits + impossible, labels.clamp(min=words - 2)))
+
+
 def scaled_in_place(logits: Tensor, labels: Tensor) -> Tensor:
     early = logits[:, 1:]
     logits /= 3.0
@@ -94,6 +128,9 @@ LOCAL: dict[str, Use] = {
     "dims-added": lambda x, y: F.cross_entropy(x[None, :, -1, :, None][0, ..., 0], y[:, -1]),
     "biased": biased,
     "scaled-in-place": scaled_in_place,
+    "without-words": without_words,
+    "huge": lambda x, y: F.cross_entropy(*flat(x * 1e200, y)),
+    "byte-labels": lambda x, y: F.cross_entropy(*flat(x, y.byte())),
     "detached": lambda x, y: F.cross_entropy(*flat(x, y)) * F.cross_entropy(*flat(x.detach(), y)),
 }  # fmt: skip
 GATHERING: dict[str, Use] = {
@@ -106,6 +143,11 @@ GATHERING: dict[str, Use] = {
     "concatenated": lambda x, y: torch.cat([x, 2 * x], 1).pow(2).mean(),
     "z-loss": lambda x, y: F.cross_entropy(*flat(x, y)) + x.logsumexp(-1).pow(2).mean(),
     "written": written,
+    "views-written": views_written,
+    "detached-written": detached_written,
+    "written-and-replaced": written_and_replaced,
+    "iterated": lambda x, y: sum(F.cross_entropy(*pair) for pair in zip(x.unbind(1), y.unbind(1), strict=True)),  # type: ignore[misc,return-value]
+    "trained-bias": trained_bias,
     "hooked": hooked,
     "custom": lambda x, y: _Cubes.apply(x),
 }
@@ -114,6 +156,13 @@ SPARSE: dict[str, Use] = {  # which tokens differs from rank to rank: local only
     "mask-and-dim": lambda x, y: F.cross_entropy(x[y % 2 == 1, :, None][..., 0], y[y % 2 == 1]),
     "by-index": lambda x, y: F.cross_entropy(x[torch.arange(len(x)), y[:, 0] % x.shape[1]], y[:, 0]),
 }
+
+
+class Scaled(nn.Embedding):
+    """One that does more than look up."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) * 3.0
 
 
 def reduced(gradient: Tensor) -> Tensor:
@@ -205,9 +254,9 @@ def compare_embedding(seed: int, ranks: int, config: dict[str, Any]) -> None:
 
     group, draw, own = setup(seed, ranks, config)
     for tied in (False, True):
-        for padding in (None, 0, -1):
+        for kind, padding in ((nn.Embedding, None), (nn.Embedding, 0), (Scaled, -1)):
             words, features = draw.randint(5 * ranks, 9 * ranks), draw.randint(3, 9)
-            whole = nn.Sequential(nn.Embedding(words, features, padding_idx=padding), nn.Tanh())
+            whole = nn.Sequential(kind(words, features, padding_idx=padding), nn.Tanh())
             if tied:
                 whole.append(nn.Linear(features, words))
                 whole[2].weight = whole[0].weight
@@ -233,6 +282,43 @@ def compare_embedding(seed: int, ranks: int, config: dict[str, Any]) -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_an_embedding_equals_the_undivided_one(pool: Pool, seed: int, ranks: int, mode: str) -> None:
     pool.run(ranks, compare_embedding, seed, ranks, MODES[mode])
+
+
+def shapes(seed: int, config: dict[str, Any]) -> None:
+    """Hidden states of other shapes than [N, S, H]; the head in a checkpoint."""
+    from torch.utils.checkpoint import checkpoint
+
+    from smpar.nn.vocabulary import divide_head
+
+    group, draw, own = setup(seed, 2, config)
+    words = draw.randint(8, 20)
+    whole = nn.Linear(4, words).double()
+    ours = copy.deepcopy(whole)
+    divide_head(ours, group)
+    torch.manual_seed(own)
+    wraps: list[Callable[[nn.Module, Tensor], Tensor]] = [
+        lambda head, x: head(x),
+        lambda head, x: checkpoint(head, x, use_reentrant=False),
+        lambda head, x: checkpoint(head, x, use_reentrant=True),
+    ]
+    for shape in ((4,), (5, 4), (0, 3, 4), (2, 3, 2, 4)):
+        for wrap in wraps:
+            x, labels = torch.randn(shape, dtype=torch.float64), torch.randint(words, shape[:-1])
+            found = []
+            for head in (ours, whole):
+                given = x.clone().requires_grad_()
+                logits = wrap(head, given)
+                assert logits.shape == (*shape[:-1], words)
+                loss = F.cross_entropy(*flat(logits, labels), reduction="sum")
+                loss.backward()
+                found.append((loss, given.grad))
+            torch.testing.assert_close(*found, **CLOSE, msg=lambda m, s=shape: f"{s}: {m}")  # type: ignore[misc]
+    check_parameters(ours, whole, "all shapes")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_hidden_states_may_have_any_shape(pool: Pool, seed: int, mode: str) -> None:
+    pool.run(2, shapes, seed, MODES[mode])
 
 
 def half_precision(seed: int, config: dict[str, Any]) -> None:
@@ -312,21 +398,22 @@ def test_what_stays_whole_is_told_why(pool: Pool, seed: int) -> None:
         assert reason in text
 
 
-def out_of_range(seed: int) -> None:
+def out_of_range(seed: int, config: dict[str, Any]) -> None:
     from smpar.nn.vocabulary import divide_embedding, divide_head
 
-    group, draw, _ = setup(seed, 2, {"prescaled_batch": True})
+    group, draw, _ = setup(seed, 2, config)
     head, embedding, words = nn.Linear(4, 9), nn.Embedding(9, 4), 9
     divide_head(head, group)
     divide_embedding(embedding, group)
     wrong = draw.choice([words, -1])
     for call in (lambda: F.cross_entropy(head(torch.randn(2, 4)), torch.tensor([0, wrong])),
                  lambda: embedding(torch.tensor([0, wrong]))):  # fmt: skip
-        with pytest.raises(RuntimeError, match="is not among the 9"):
+        with pytest.raises(IndexError, match=f"{wrong} for .*, among 9 words"):
             call()
     with pytest.raises(ValueError, match="batch_size"):
         F.cross_entropy(head(torch.randn(2, 4)), torch.tensor([0]))
 
 
-def test_words_outside_the_vocabulary_are_refused(pool: Pool, seed: int) -> None:
-    pool.run(2, out_of_range, seed)
+@pytest.mark.parametrize("mode", MODES)
+def test_words_outside_the_vocabulary_are_refused(pool: Pool, seed: int, mode: str) -> None:
+    pool.run(2, out_of_range, seed, MODES[mode])
