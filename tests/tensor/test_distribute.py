@@ -242,7 +242,7 @@ def run_cases(seed: int, config: dict[str, Any]) -> dict[str, dict[str, str]]:
 @pytest.mark.parametrize("prescaled", [True, False], ids=["prescaled", "joined"])
 def test_what_is_asked_for_is_divided_and_computes_the_same(pool: Pool, seed: int, prescaled: bool) -> None:
     config = {"prescaled_batch": prescaled, "optimize": random.Random(seed).choice(["speed", "memory"])}
-    for found in pool.run(2, run_cases, seed, config, timeout=120.0):
+    for found in pool.run(2, run_cases, seed, config, timeout=240.0):
         assert found == {name: twins for name, (_, _, twins) in CASES.items()}
 
 

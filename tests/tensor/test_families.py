@@ -62,12 +62,12 @@ def all_equal(names: list[str], seed: int, ranks: int, mode: str, dtype: torch.d
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_known_families(pool: Pool, seed: int, ranks: int, mode: str) -> None:
-    pool.run(ranks, all_equal, list(NAMED), seed, ranks, mode, torch.float64, timeout=120.0)
+    pool.run(ranks, all_equal, list(NAMED), seed, ranks, mode, torch.float64, timeout=240.0)
 
 
 @pytest.mark.parametrize("ranks, mode", [(2, "memory-joined"), (4, "memory-prescaled"), (2, "speed-joined")])
 def test_families_served_from_their_own_plan(pool: Pool, seed: int, ranks: int, mode: str) -> None:
-    pool.run(ranks, all_equal, list(PLANNED), seed, ranks, mode, torch.float64, timeout=120.0)
+    pool.run(ranks, all_equal, list(PLANNED), seed, ranks, mode, torch.float64, timeout=240.0)
 
 
 def test_in_float32(pool: Pool, seed: int) -> None:
@@ -171,7 +171,7 @@ def used(seed: int, ranks: int, mode: str) -> None:
 
 @pytest.mark.parametrize("ranks, mode", [(2, "memory-joined"), (2, "speed-joined"), (4, "memory-prescaled")])
 def test_uses_of_a_model(pool: Pool, seed: int, ranks: int, mode: str) -> None:
-    pool.run(ranks, used, seed, ranks, mode, timeout=120.0)
+    pool.run(ranks, used, seed, ranks, mode, timeout=240.0)
 
 
 def generate(seed: int, ranks: int, mode: str) -> None:

@@ -34,7 +34,7 @@ def _name(grid: tuple[int, dict[str, Any]]) -> str:
 def test_a_grid_trains_as_one_process(pool: Pool, seed: int, name: str, grid: tuple[int, dict[str, Any]]) -> None:
     ranks, config = grid
     want = train_alone(name, seed)
-    runs = pool.run(ranks, train, name, seed, config, timeout=120.0)
+    runs = pool.run(ranks, train, name, seed, config, timeout=240.0)
     for run in runs:
         torch.testing.assert_close(run.losses, want.losses, rtol=1e-9, atol=0)
         torch.testing.assert_close(run.norms, want.norms, rtol=1e-9, atol=0)
