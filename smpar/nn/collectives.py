@@ -272,15 +272,15 @@ class _Whole(torch.autograd.Function):
         return grad if ctx.scale == 1.0 else grad * ctx.scale, None, None, None
 
 
-class _Alike(torch.autograd.Function):
+class _Scaled(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
-        ctx.size = group.size
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad / ctx.size, None
+        return grad * ctx.factor, None
 
 
 class _AllToAll(torch.autograd.Function):
@@ -348,9 +348,14 @@ def whole(x: Tensor, group: TensorGroup, dim: int, scale: float = 1.0) -> Tensor
     return _Whole.apply(x, group, dim, scale)
 
 
+def scaled(x: Tensor, factor: float) -> Tensor:
+    """The tensor, with a factor for its gradient."""
+    return _Scaled.apply(x, factor)
+
+
 def alike(x: Tensor, group: TensorGroup) -> Tensor:
     """What each rank has whole inside a region, for work outside: each rank's gradient is its share of the whole."""
-    return _Alike.apply(x, group)
+    return scaled(x, 1.0 / group.size)
 
 
 def all_to_all(x: Tensor, group: TensorGroup, split: int, join: int) -> Tensor:

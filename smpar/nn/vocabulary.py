@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -66,29 +65,15 @@ class VocabularyHead(DistributedModule):
         if not self.distributed:
             return super().forward(hidden)
         rows = hidden[None]  # a dim for the ranks whose samples they are
-        rows = (
-            collectives.gather(_Entry.apply(rows, group.size), group, 0)
-            if group.joined
-            else collectives.copy(rows, group)
-        )
+        if group.joined:  # inside, gradients are shares in the group's mean; outside, this rank's own
+            rows = collectives.gather(collectives.scaled(rows, float(group.size)), group, 0)
+        else:
+            rows = collectives.copy(rows, group)
         local = super().forward(rows)
         if isinstance(hidden, FakeTensor) or hidden.device.type == "meta":
             return _like_whole(local[0], self.slicing)
         logits = VocabularySlice.of(local, dataclasses.replace(self.slicing, dim=hidden.dim() - 1), group)
         return logits if torch.is_grad_enabled() else logits.smp_whole()
-
-
-class _Entry(torch.autograd.Function):
-    """Where ranks bring different samples: inside, gradients are shares in the group's mean; outside, a rank's own."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, ranks: int) -> Tensor:
-        ctx.ranks = ranks
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad * ctx.ranks, None
 
 
 def _like_whole(local: Tensor, slicing: Slicing) -> Tensor:
@@ -140,11 +125,3 @@ def divide_head(module: nn.Linear, group: TensorGroup) -> bool:
             slice_parameter(module.bias, slicing, group)
     become(module, VocabularyHead, group, slicing=slicing)
     return True
-
-
-def tied_elsewhere(weight: Any, root: nn.Module, owners: tuple[nn.Module, ...]) -> str:
-    """The name of a module in ``root``, not among ``owners``, that has the parameter; empty if there is none."""
-    for name, module in root.named_modules():
-        if module not in owners and any(p is weight for p in module._parameters.values()):
-            return name or type(module).__name__
-    return ""
